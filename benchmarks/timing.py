@@ -64,13 +64,15 @@ def block_ns(side: Side, n: int, clock: Clock) -> int:
 
 
 def calls_per_block(side: Side, block_ms: float, clock: Clock) -> int:
-    """How many calls fill a block; the first calls also warm caches up."""
+    """How many calls fill a block."""
+    # A first call may import a module or compile something, and would pass for a full block.
+    block_ns(side, 1, clock)
     n, wanted = 1, block_ms * 1e6
     while n < 1_000_000:
         elapsed = block_ns(side, n, clock)
         if elapsed >= wanted:
             break
-        # Grow by steps: the first blocks pay for what happens only once.
+        # Grow by steps: short blocks make each call look dear.
         n = min(n * 8, max(n + 1, int(n * wanted / max(elapsed, 1) * 1.1)))
     return n
 

@@ -143,6 +143,13 @@ def test_blocks_are_filled_without_running_far_over(call_ns):
     assert n == 1_000_000 or 2e6 <= n * call_ns <= max(2.3e6, call_ns)
 
 
+def test_a_slow_first_call_does_not_pass_for_a_full_block():
+    clock = Clock()
+    durations = iter([1_000_000_000])
+    side = Side(lambda: clock.tick(next(durations, 1_000)))
+    assert timing.calls_per_block(side, 2.0, clock) >= 2_000
+
+
 def test_quantity_is_the_median_of_its_samples():
     samples = iter([5.0, 1.0, 2.0])
     result = timing.measure_quantity(Quantity("q", 2.0, "s", lambda: next(samples), repeats=3))
