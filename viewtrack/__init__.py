@@ -1,0 +1,22 @@
+"""viewtrack: the truth about views and writes below autograd."""
+
+from ._torch import CreationMeta
+from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
+from .info import ViewInfo, version, view_info, with_tracking
+from .view import mark_as_view, share_version
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AliasingError",
+    "AutogradMetadataError",
+    "CreationMeta",
+    "MutatedTensorError",
+    "ViewInfo",
+    "ViewTrackError",
+    "mark_as_view",
+    "share_version",
+    "version",
+    "view_info",
+    "with_tracking",
+]

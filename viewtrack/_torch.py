@@ -1,0 +1,367 @@
+"""The one room that touches private torch.
+
+Every private name is reached here and nowhere else, and `tests/test_torch_contract.py` checks each
+name and the behaviour it is used for. Unless a function says otherwise it was tried on torch 2.6.0,
+2.9.1, 2.13.0 and 2.14.1.
+
+Some words on the mechanism that the whole library rests on. The C++ function ``as_view`` has no
+Python face, but every ATen view op has an ADInplaceOrView kernel that redispatches, and then calls
+``as_view(base, result)`` on whatever came back. So a dispatch mode that answers the redispatch with
+a tensor of our choice makes the native kernel mark *that* tensor, in place (`answering`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "CreationMeta",
+    "DispatchKey",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TensorBase",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
+
+_C = torch._C
+_autograd = torch._C._autograd
+DispatchKey = torch._C.DispatchKey
+TensorBase = torch._C.TensorBase
+aten = torch.ops.aten
+
+CreationMeta = torch._C._autograd.CreationMeta
+"""Why a view may not be written in place; see NOTE [ View + Inplace detection ] in variable.h."""
+
+ADINPLACEORVIEW = DispatchKey.ADInplaceOrView
+AUTOGRAD = DispatchKey.AutogradFunctionality
+
+# ------------------------------------------------------------------------------ dispatch keys
+
+set_excluded: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_excluded
+"""Exclude a dispatch key in this thread, or stop excluding it."""
+
+is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
+"""Whether this thread excludes a dispatch key."""
+
+# What a Python key handler, or an Autograd kernel, excludes and a call from user code does not.
+_BELOW_AUTOGRAD_KEYS = tuple(
+    getattr(DispatchKey, name)
+    for name in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
+        "Conjugate",
+        "Negative",
+        "ZeroTensor",
+        "PythonTLSSnapshot",
+    )
+)
+
+
+def below_autograd() -> bool:
+    """Whether Autograd kernels are out of reach here.
+
+    AutogradFunctionality must be asked for: AutogradCPU and its like always answer no.
+    """
+    return is_excluded(AUTOGRAD)
+
+
+@contextmanager
+def inplace_or_view() -> Iterator[None]:
+    """Let ADInplaceOrView kernels run inside, also below autograd."""
+    was = is_excluded(ADINPLACEORVIEW)
+    set_excluded(ADINPLACEORVIEW, False)
+    try:
+        yield
+    finally:
+        set_excluded(ADINPLACEORVIEW, was)
+
+
+@contextmanager
+def only_inplace_or_view() -> Iterator[None]:
+    """Let ADInplaceOrView kernels run inside, and no Autograd kernel."""
+    # Two values by hand and not `_AutoDispatchBelowAutograd`, whose class differs over versions.
+    with _exclusion({AUTOGRAD: True, DispatchKey.AutogradOther: True,
+                     DispatchKey.AutogradNestedTensor: True, ADINPLACEORVIEW: False,
+                     carrier_key: True}):  # fmt: skip
+        yield
+
+
+@contextmanager
+def above_autograd() -> Iterator[None]:
+    """Dispatch inside as user code does, whatever handler or kernel we are called from."""
+    with _exclusion(dict.fromkeys((*_BELOW_AUTOGRAD_KEYS, carrier_key), False)):
+        yield
+
+
+@contextmanager
+def _exclusion(wanted: dict[Any, bool]) -> Iterator[None]:
+    before = {key: is_excluded(key) for key in wanted}
+    try:
+        for key, value in wanted.items():
+            set_excluded(key, value)
+        yield
+    finally:
+        for key, value in before.items():
+            set_excluded(key, value)
+
+
+def has_native_kernel(name: str) -> bool:
+    """Whether the op (``"aten::add_.Tensor"``) has an ADInplaceOrView kernel; False if unknown."""
+    try:
+        return bool(_C._dispatch_has_kernel_for_dispatch_key(name, "ADInplaceOrView"))
+    except RuntimeError:  # an op that the dispatcher query does not know (prim::device)
+        return False
+
+
+def has_composite_kernel(name: str) -> bool:
+    """Whether the op is CompositeImplicitAutograd: made of other ops, also for autograd."""
+    try:
+        return bool(_C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+    except RuntimeError:
+        return False
+
+
+# ------------------------------------------------------------------------------ dispatch modes
+
+push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
+"""Push a mode without the bookkeeping that `TorchDispatchMode.__enter__` does for dynamo.
+
+The caller must hold a reference to the mode until it is popped: on 2.6 and 2.9 the stack frees a
+mode that only it refers to while popping it, and the process dies.
+"""
+
+_pop: Callable[[Any], Any] = _C._pop_torch_dispatch_stack
+
+
+def pop_mode() -> Any:
+    """Pop what `push_mode` pushed."""
+    return _pop(None)
+
+mode_stack_len: Callable[[], int] = _C._len_torch_dispatch_stack
+"""How many user modes are on this thread's stack; in a handler its own mode does not count."""
+
+
+class QuietMode(TorchDispatchMode):
+    """A mode whose handler torch does not wrap.
+
+    From 2.13 on torch wraps every handler in a dynamo-disable that costs 0.8 microseconds a call
+    and imports torch._dynamo at the first op, unless `_should_skip_dynamo` says no.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Answer(QuietMode):
+    """Answers one op, and the `detach` that a native kernel may ask of the answer, with `t`."""
+
+    def __init__(self, op: OpOverload, t: torch.Tensor) -> None:
+        # No super().__init__(): it makes state that only __enter__ needs, and we never enter.
+        self.op: OpOverload | None = op
+        self.t = t
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is self.op:
+            self.op = None  # once: what a kernel computes besides (tangents) must really run
+            return self.t
+        if func is _DETACH and args[0] is self.t:
+            return self.t  # TensorImpl::shallow_copy_and_detach asks the mode stack first
+        return func(*args, **(kwargs or {}))
+
+
+_AS_STRIDED = aten.as_strided.default
+_DETACH = aten.detach.default
+_NESTED_VIEW = aten._nested_view_from_buffer.default
+_MAKE_DUAL = aten._make_dual.default
+
+
+def answering(op: OpOverload, t: torch.Tensor, call: Callable[..., Any], *args: Any) -> Any:
+    """Run ``call(*args)``, whose native kernel for `op` is handed `t` as the op's result."""
+    mode = _Answer(op, t)
+    push_mode(mode)
+    try:
+        return call(*args)
+    finally:
+        pop_mode()
+
+
+def as_view_strided(t: torch.Tensor, base: torch.Tensor) -> None:
+    """Native ``as_view(base, t)`` by as_strided of t's geometry, with AsStridedBackward0."""
+    mode = _Answer(_AS_STRIDED, t)
+    push_mode(mode)
+    try:
+        _as_strided(base, t.size(), t.stride(), t.storage_offset())
+    finally:
+        pop_mode()
+
+
+_as_strided = TensorBase.as_strided
+
+
+def as_view_version_only(t: torch.Tensor, base: torch.Tensor) -> None:
+    """Native ``as_view(base, t, false, false)``: t gets base's counter, and no metadata.
+
+    Relies on the ADInplaceOrView kernel of detach. Drops any autograd metadata of t.
+    """
+    with inplace_or_view():
+        answering(_DETACH, t, TensorBase.detach, base)
+
+
+def set_tangent(t: torch.Tensor, tangent: torch.Tensor) -> None:
+    """Make t itself dual at the current forward-AD level, with this very tangent.
+
+    Relies on the Autograd kernel of _make_dual; its ADInplaceOrView kernel must not run, since t
+    may carry metadata.
+    """
+    with above_autograd(), _exclusion({ADINPLACEORVIEW: True}):
+        answering(_MAKE_DUAL, t, _MAKE_DUAL, t, tangent, 0)
+
+
+@contextmanager
+def no_torch_function() -> Iterator[None]:
+    """Switch off __torch_function__ of modes and subclasses inside."""
+    with _C.DisableTorchFunction():
+        yield
+
+
+def torch_function_active(t: torch.Tensor) -> bool:
+    """Whether a call with t may be taken by a __torch_function__ first."""
+    return type(t) is not torch.Tensor or _C._len_torch_function_stack() > 0
+
+
+# ------------------------------------------------------------------------------ views
+
+
+def creation_meta(t: torch.Tensor) -> Any:
+    """The CreationMeta of a differentiable view; DEFAULT for any other tensor."""
+    return _autograd._get_creation_meta(t) if t._is_view() else CreationMeta.DEFAULT
+
+
+def set_creation_meta(t: torch.Tensor, value: Any) -> None:
+    """Overwrite the CreationMeta of a differentiable view."""
+    _autograd._set_creation_meta(t, value)
+
+
+def set_version(t: torch.Tensor, value: int) -> None:
+    """Overwrite the number in t's version counter, which all that share it then see.
+
+    The signature takes sequences from 2.7 on, and one tensor before.
+    """
+    if _VERSION_TAKES_SEQUENCES:
+        _autograd._unsafe_set_version_counter((t,), (value,))
+    else:
+        _autograd._unsafe_set_version_counter(t, value)
+
+
+_VERSION_TAKES_SEQUENCES = "arg0: torch.Tensor," not in (
+    _autograd._unsafe_set_version_counter.__doc__ or ""
+)
+
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _C._is_alias_of
+"""Whether two tensors have one storage. Raises for tensors without storage (sparse)."""
+
+
+def set_storage_of(t: torch.Tensor, base: torch.Tensor) -> None:
+    """Point t's storage at base's; sizes, strides and offset stay. Wrapper subclasses included."""
+    torch._functionalize_unsafe_set(t, base)
+
+
+def is_functorch_wrapped(t: torch.Tensor) -> bool:
+    """Whether t is a wrapper of a torch.func transform."""
+    return bool(_C._functorch.is_functorch_wrapped_tensor(t))
+
+
+def neg_view(t: torch.Tensor) -> torch.Tensor:
+    """The lazily negated view of t."""
+    return torch._neg_view(t)
+
+
+def fw_primal(t: torch.Tensor) -> torch.Tensor:
+    """A view of t for backward mode only (native: unpack_dual)."""
+    view: torch.Tensor = aten._fw_primal.default(t, 0)
+    return view
+
+
+def coo_parts(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor, coalesced or not, as they lie in it."""
+    return t._indices(), t._values()
+
+
+def forward_ad_level() -> int:
+    """The current forward-AD level, -1 outside `dual_level`."""
+    return int(torch.autograd.forward_ad._current_level)
+
+
+# ------------------------------------------------------------------------------ Python view_fn
+
+carrier_key = _C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+"""A key above Autograd that nothing in torch uses, to give `_Carrier` tensors a kernel of ours."""
+
+
+class _Carrier(torch.Tensor):
+    """Carries a Python view_fn inside a native ViewFunc.
+
+    The ViewFunc of _nested_view_from_buffer keeps the three tensors it was called with and calls
+    the op again to replay. Given a carrier, the replay dispatches to the kernel below, which
+    applies the carried function; the ViewFunc owns the carrier, so its life is the view's.
+    """
+
+    replay: Callable[[torch.Tensor], torch.Tensor]
+    __torch_function__ = _C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, replay: Callable[[torch.Tensor], torch.Tensor]) -> _Carrier:
+        self: _Carrier = torch.Tensor._make_wrapper_subclass(
+            cls, (0,), dtype=torch.int64, _extra_dispatch_keys=_C.DispatchKeySet(carrier_key)
+        )
+        self.replay = replay
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reached where the carrier key is excluded, that is below autograd.
+        if func is _NESTED_VIEW:
+            return _replay(*args)
+        return NotImplemented
+
+
+def _replay(self: torch.Tensor, carrier: _Carrier, *_: Any) -> torch.Tensor:
+    return carrier.replay(self)
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def _register_replay() -> None:
+    lib = torch.library.Library("aten", "IMPL")
+    lib.impl("_nested_view_from_buffer", _replay, "TESTING_ONLY_GenericWrapper")
+    _libraries.append(lib)
+
+
+def as_view_with_fn(
+    t: torch.Tensor, base: torch.Tensor, replay: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Native ``as_view(base, t)`` with a Python view_fn, and without an Autograd kernel.
+
+    t gets no grad_fn. To have one made by `replay`, call this while base's counter is far away.
+    """
+    if not _libraries:
+        _register_replay()
+    carrier = _Carrier(replay)
+    with only_inplace_or_view():
+        answering(_NESTED_VIEW, t, _NESTED_VIEW, base, carrier, carrier, carrier)

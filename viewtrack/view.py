@@ -1,0 +1,438 @@
+"""`mark_as_view` and what can be asked of a view.
+
+`mark_as_view` is the Python face of C++ ``as_view`` (VariableTypeUtils.h). It has the native
+kernels mark a tensor that we choose; `_torch.py` tells how. Three things are done around that:
+
+* as_strided alone cannot express a view of another dtype, or with another conj or neg bit, so such
+  views are marked as as_strided of a native view that has them (`_relative`);
+* a view_fn is captured by a native ViewFunc, and grad_fn is left to be made by it: the view is
+  marked while base's counter is far away, so natively it counts as stale and the next read of
+  grad_fn regenerates it (``VariableHooks::grad_fn``);
+* native regenerates only under CreationMeta.DEFAULT (``handle_view_on_rebase``), so a view with
+  another one is settled at once, and then given its creation_meta.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _torch
+from ._torch import CreationMeta
+from .errors import AliasingError, AutogradMetadataError, ViewTrackError
+
+ViewFn = Callable[[torch.Tensor], torch.Tensor]
+
+# One later in-place op must not bring the counter to this value: the view would count as fresh.
+_FAR_AWAY = 2**31 - 1
+_WITHOUT_HISTORY = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What native metadata does not tell about a tensor that we marked."""
+
+    base: weakref.ref[torch.Tensor]
+    is_bw_differentiable: bool
+    is_fw_differentiable: bool
+    view_fn: ViewFn | None
+
+
+marks: Any = WeakTensorKeyDictionary()
+
+
+def mark_as_view(
+    t: torch.Tensor,
+    base: torch.Tensor,
+    is_bw_differentiable: bool = True,
+    is_fw_differentiable: bool = True,
+    view_fn: ViewFn | None = None,
+    creation_meta: Any = CreationMeta.DEFAULT,
+    *,
+    alias_storage: bool = False,
+) -> torch.Tensor:
+    """Make `t` a view of `base` for autograd, in place, as C++ ``as_view`` does.
+
+    Works above and below autograd (in a ``__torch_dispatch__`` handler, in a custom op's kernel).
+    From then on `t` shares `base`'s version counter; with a differentiable flag it is also a view:
+    in-place ops on either reach the gradients (or tangents) of the other.
+
+    Semantics: NOTE [ Autograd View Variables ] and NOTE [ View + Inplace detection ] in
+    torch/csrc/autograd/variable.h, ``as_view`` in VariableTypeUtils.h, RFC-0007 for forward mode,
+    pytorch issue 96319 for the signature.
+
+    Args:
+        t: a tensor of any shape and dtype without autograd metadata, that shares storage with
+            `base` (as an alias made below autograd, by ``detach()`` or by ``set_()`` does).
+        base: the tensor that `t` views. If it is a view itself, `t` becomes a view of its base,
+            and inherits its creation_meta unless another one is given.
+        is_bw_differentiable: whether gradients flow between the two.
+        is_fw_differentiable: whether tangents flow between the two. With `is_bw_differentiable`
+            False, which no native op has, this reaches as far as one forward-AD level: inside
+            ``dual_level()`` the two get tangents that alias (`base` a zero one where it had none),
+            so tangents flow both ways by in-place ops; a tangent that appears on one of them in
+            another level does not reach the other.
+        view_fn: makes the view from a base of the same shape: ``view_fn(base)`` must alias its
+            argument and have t's shape and dtype. The native engine replays it after in-place ops
+            on `base` or on `t`, and in ``t._view_func``; its own autograd counts. Without it, the
+            engine replays by as_strided of t's geometry. It lives as long as the view does, and
+            must not refer to `t`.
+        creation_meta: why in-place ops on `t` are to be refused, if they are. Under NO_GRAD_MODE
+            and INFERENCE_MODE `t` has no grad_fn, as native views made in those modes.
+        alias_storage: point t's storage at base's first (sizes, strides and offset are kept), for
+            wrapper subclasses and copies that do not share memory yet.
+
+    Returns:
+        `t`, the same object. If `base` is an inference tensor, `t` is left as it is, as native
+        does; if both flags are False, `t` shares the counter and gets no other metadata.
+
+    Raises:
+        AutogradMetadataError: `t` already carries autograd metadata.
+        AliasingError: `t` and `base` do not share storage, or `t` does not fit into it.
+        ViewTrackError: `t` is `base`, or autograd has no way from `base` to `t` without a view_fn.
+        ValueError: a creation_meta on a view that is not backward differentiable.
+        TypeError: an argument of the wrong type.
+    """
+    if not (isinstance(t, torch.Tensor) and isinstance(base, torch.Tensor)):
+        _raise_type("t" if isinstance(base, torch.Tensor) else "base", t, base)
+    if base.is_inference():
+        return t
+    if view_fn is not None and not callable(view_fn):
+        raise TypeError(f"mark_as_view: `view_fn` must be callable, got {type(view_fn).__name__}")
+    if creation_meta is not CreationMeta.DEFAULT:
+        _check_creation_meta(creation_meta, is_bw_differentiable)
+    _check_metadata(t, base)
+    if not alias_storage:
+        _check_storage(t, base)
+        if t.numel() * t.element_size() > t.untyped_storage().nbytes():
+            _check_fits(t, base)
+    elif not _shares_storage(t, base):
+        _check_fits(t, base)
+    # Marking never looks at storage, so that comes last: whatever raises before left t as it was.
+    if is_bw_differentiable and is_fw_differentiable and view_fn is None:
+        _mark_strided(t, base, creation_meta)
+    else:
+        _mark_other(t, base, is_bw_differentiable, is_fw_differentiable, view_fn, creation_meta)
+    if alias_storage and not _shares_storage(t, base):
+        _torch.set_storage_of(t, base)
+    return t
+
+
+def share_version(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Let `t` share `base`'s version counter and nothing else: a non-differentiable view.
+
+    The same as `mark_as_view` with both flags False (C++: make_variable_non_differentiable_view).
+
+    Args:
+        t: a tensor of any shape and dtype without autograd metadata, in base's storage.
+        base: the tensor whose counter `t` is to share.
+
+    Returns:
+        `t`, the same object.
+
+    Raises:
+        ViewTrackError: as `mark_as_view` does.
+    """
+    return mark_as_view(t, base, False, False)
+
+
+# ------------------------------------------------------------------------------ marking
+
+
+def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> None:
+    plain = t.dtype is base.dtype and t.is_conj() == base.is_conj() and t.is_neg() == base.is_neg()
+    if (
+        plain
+        and creation_meta is CreationMeta.DEFAULT
+        and torch.is_grad_enabled()
+        and not _torch.below_autograd()
+        and not _torch.torch_function_active(base)
+        and not base.is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
+        _native(_torch.as_view_strided, t, base)  # all that most calls need
+        return
+    history = creation_meta not in _WITHOUT_HISTORY
+    with _torch.above_autograd(), _torch.no_torch_function(), torch.set_grad_enabled(history):
+        relative = base if plain else _relative(t, base)
+        final = _propagated(base, creation_meta)
+        _native(_torch.as_view_strided, t, relative)
+        if _torch.creation_meta(t) is not final:
+            _torch.set_creation_meta(t, final)
+
+
+def _mark_other(
+    t: torch.Tensor,
+    base: torch.Tensor,
+    is_bw: bool,
+    is_fw: bool,
+    view_fn: ViewFn | None,
+    creation_meta: Any,
+) -> None:
+    with _torch.no_torch_function():
+        if not is_bw:
+            _mark_without_backward(t, base, is_fw)
+        else:
+            with _torch.above_autograd(), torch.enable_grad():
+                # as_view finds no forward view of _fw_primal's result at base, and makes none.
+                relative = base if is_fw else _torch.fw_primal(base)
+            if view_fn is None:
+                _mark_strided(t, relative, creation_meta)
+            else:
+                _mark_with_fn(t, relative, _Replay(view_fn, t, base), creation_meta)
+    marks[t] = Mark(weakref.ref(base), is_bw, is_fw, view_fn)
+
+
+def _mark_without_backward(t: torch.Tensor, base: torch.Tensor, is_fw: bool) -> None:
+    tangents = _aliased_tangents(t, base) if is_fw and _torch.forward_ad_level() >= 0 else None
+    _torch.as_view_version_only(t, base)
+    if tangents is not None:
+        base_tangent, tangent = tangents
+        if base_tangent is not None:
+            _torch.set_tangent(base, base_tangent)
+        _torch.set_tangent(t, tangent)
+
+
+def _aliased_tangents(
+    t: torch.Tensor, base: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """A tangent for base where it has none, and one for t that lies in base's."""
+    with _torch.above_autograd(), torch.no_grad():
+        have = torch.autograd.forward_ad.unpack_dual(base).tangent
+        new = None if have is not None else torch.zeros_like(base)
+        tangent = have if new is None else new
+        offset = tangent.storage_offset() + t.storage_offset() - base.storage_offset()
+        return new, tangent.as_strided(t.size(), t.stride(), offset)
+
+
+def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation_meta: Any) -> None:
+    final = _propagated(base, creation_meta)
+    history = base.requires_grad and creation_meta not in _WITHOUT_HISTORY
+    # Native regenerates grad_fn neither below autograd nor under another creation_meta than
+    # DEFAULT, so there it is done now; and view_fn is tried first, while t is still untouched.
+    settle = history and (final is not CreationMeta.DEFAULT or _torch.below_autograd())
+    if settle:
+        with _torch.above_autograd(), torch.no_grad():
+            replay(base)
+    version = base._version
+    try:
+        if history:
+            _torch.set_version(base, _FAR_AWAY)
+        _native(_torch.as_view_with_fn, t, base, replay)
+    finally:
+        if history:
+            _torch.set_version(base, version)
+    if settle:
+        _torch.set_creation_meta(t, CreationMeta.DEFAULT)
+        with _torch.above_autograd():
+            _ = t.grad_fn
+    _torch.set_creation_meta(t, final)
+
+
+class _Replay:
+    """A view_fn that is checked each time it is replayed on a base of the original shape."""
+
+    __slots__ = ("base_like", "like", "view_fn")
+
+    def __init__(self, view_fn: ViewFn, t: torch.Tensor, base: torch.Tensor) -> None:
+        self.view_fn = view_fn
+        self.like = (t.shape, t.dtype)
+        self.base_like = (base.shape, base.dtype)
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        out = self.view_fn(base)
+        if not isinstance(out, torch.Tensor):
+            raise ViewTrackError(
+                f"{self._who()} returned {type(out).__name__}; it must return a tensor"
+            )
+        if (base.shape, base.dtype) == self.base_like and (out.shape, out.dtype) != self.like:
+            shape, dtype = self.like
+            raise ViewTrackError(
+                f"{self._who()} returned {_brief(out)} where the view that was marked with it is "
+                f"{dtype}[{_dims(shape)}]; return exactly that view of its argument"
+            )
+        if out is base or not _shares_or_unknown(out, base):
+            raise AliasingError(
+                f"{self._who()} returned {'its argument' if out is base else 'a copy'}; it must "
+                f"return a new view of its argument (for the whole of it, `base.view_as(base)`)"
+            )
+        return out
+
+    def _who(self) -> str:
+        fn = self.view_fn
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        code = getattr(fn, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"mark_as_view: view_fn `{name}`{where}"
+
+
+def _native(mark: Callable[..., None], t: torch.Tensor, *args: Any) -> None:
+    try:
+        mark(t, *args)
+    except RuntimeError as error:
+        if "autograd metadata" not in str(error):
+            raise
+        raise AutogradMetadataError(_metadata_message(t)) from None
+
+
+def _propagated(base: torch.Tensor, creation_meta: Any) -> Any:
+    """Mirrors ``propagate_creation_meta`` of VariableTypeUtils.h."""
+    return _torch.creation_meta(base) if creation_meta is CreationMeta.DEFAULT else creation_meta
+
+
+def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """A native view of base with t's dtype, conj bit and neg bit."""
+    view = base
+    if t.dtype is not base.dtype:
+        if base.is_complex() and t.dtype is base.dtype.to_real():
+            view = torch.view_as_real(base.conj() if base.is_conj() else base)
+        elif t.is_complex() and base.dtype is t.dtype.to_real():
+            view = torch.view_as_complex(base)
+        else:
+            raise ViewTrackError(
+                f"mark_as_view: `t` ({_brief(t)}) reads the bytes of `base` ({_brief(base)}) as "
+                f"another dtype, and no gradient flows through that; pass "
+                f"is_bw_differentiable=False, is_fw_differentiable=False, as native does for "
+                f"`view(dtype)`, or give a view_fn"
+            )
+    if t.is_conj() != view.is_conj():
+        view = view.conj()
+    if t.is_neg() != view.is_neg():
+        view = _torch.neg_view(view)
+    return view
+
+
+# ------------------------------------------------------------------------------ checks
+
+
+def _raise_type(name: str, t: object, base: object) -> None:
+    got = type(t if name == "t" else base).__name__
+    raise TypeError(f"mark_as_view: `{name}` must be a torch.Tensor, got {got}")
+
+
+def _check_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> None:
+    if not isinstance(creation_meta, CreationMeta):
+        raise TypeError(
+            f"mark_as_view: `creation_meta` must be a viewtrack.CreationMeta, "
+            f"got {type(creation_meta).__name__}"
+        )
+    if creation_meta is not CreationMeta.DEFAULT and not is_bw_differentiable:
+        raise ValueError(
+            "mark_as_view: a view that is not backward differentiable must have "
+            "creation_meta=CreationMeta.DEFAULT"
+        )
+
+
+def _check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
+    if t is base:
+        raise ViewTrackError(
+            "mark_as_view: `t` is `base`; a tensor cannot be a view of itself, "
+            "pass another alias, for instance `base.detach()`"
+        )
+    if t.is_inference():
+        raise ViewTrackError(
+            "mark_as_view: `t` is an inference tensor and has no version counter to share; "
+            "make it outside torch.inference_mode()"
+        )
+    if t.requires_grad or t._is_view() or t.grad_fn is not None or t._backward_hooks:
+        raise AutogradMetadataError(_metadata_message(t))
+
+
+def _metadata_message(t: torch.Tensor) -> str:
+    if t._is_view():
+        has = f"is a view already (grad_fn {_grad_fn_name(t)})"
+    elif t.requires_grad:
+        has = f"requires grad ({'a leaf' if t.is_leaf else f'grad_fn {_grad_fn_name(t)}'})"
+    else:
+        has = "has a `.grad`, a hook, a tangent or an empty metadata object"
+    return (
+        f"mark_as_view: `t` ({_brief(t)}) already carries autograd metadata: it {has}; "
+        f"pass `t.detach()`, or mark it before autograd sees it"
+    )
+
+
+def _grad_fn_name(t: torch.Tensor) -> str:
+    if _torch.below_autograd():  # reading grad_fn of a stale view would hit a native assert
+        return "unknown below autograd"
+    return t.grad_fn.name() if t.grad_fn is not None else "none"
+
+
+def _check_storage(t: torch.Tensor, base: torch.Tensor) -> None:
+    if not _shares_storage(t, base):
+        raise AliasingError(
+            f"mark_as_view: `t` ({_brief(t)}, {t.device}) and `base` ({_brief(base)}, "
+            f"{base.device}) do not share storage; pass a real alias of `base`"
+            + (", or alias_storage=True" if t.device == base.device else "")
+        )
+
+
+def _shares_storage(t: torch.Tensor, base: torch.Tensor) -> bool:
+    try:
+        return _torch.is_alias_of(t, base)
+    except (RuntimeError, NotImplementedError):
+        return any(_alias_or_false(t, part) for part in _parts(base))
+
+
+def _shares_or_unknown(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """False only where both are plain strided tensors, whose storages can be compared."""
+    plain = type(t) is type(base) is torch.Tensor and not _torch.is_functorch_wrapped(t)
+    if not plain or _torch.is_functorch_wrapped(base):
+        return True
+    try:
+        return _torch.is_alias_of(t, base)
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def _alias_or_false(t: torch.Tensor, part: torch.Tensor) -> bool:
+    try:
+        return _torch.is_alias_of(t, part)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _parts(base: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a sparse tensor is made of."""
+    with _torch.above_autograd(), torch.no_grad():
+        if base.layout is torch.sparse_coo:
+            return _torch.coo_parts(base)
+        if base.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return base.crow_indices(), base.col_indices(), base.values()
+        if base.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return base.ccol_indices(), base.row_indices(), base.values()
+    return ()
+
+
+def _check_fits(t: torch.Tensor, base: torch.Tensor) -> None:
+    if t.device != base.device:
+        raise AliasingError(
+            f"mark_as_view: alias_storage=True cannot point `t` on {t.device} at the storage of "
+            f"`base` on {base.device}"
+        )
+    need, have = _bytes_spanned(t), base.untyped_storage().nbytes()
+    if need > have:
+        raise AliasingError(
+            f"mark_as_view: `t` ({_brief(t)}, strides {tuple(t.stride())}, offset "
+            f"{t.storage_offset()}) needs {need} bytes and base's storage holds {have}; give `t` "
+            f"the geometry of a view of `base`"
+        )
+
+
+def _bytes_spanned(t: torch.Tensor) -> int:
+    if t.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
+    return (t.storage_offset() + last + 1) * t.element_size()
+
+
+def _dims(shape: Any) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _brief(t: torch.Tensor) -> str:
+    return f"{t.dtype}[{_dims(t.shape)}]"
