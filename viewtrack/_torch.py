@@ -149,6 +149,7 @@ def pop_mode() -> Any:
     """Pop what `push_mode` pushed."""
     return _pop(None)
 
+
 mode_stack_len: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many user modes are on this thread's stack; in a handler its own mode does not count."""
 
@@ -173,9 +174,7 @@ class _Answer(QuietMode):
         self.op: OpOverload | None = op
         self.t = t
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.op:
             self.op = None  # once: what a kernel computes besides (tangents) must really run
             return self.t
@@ -184,6 +183,7 @@ class _Answer(QuietMode):
         return func(*args, **(kwargs or {}))
 
 
+_ALIAS = aten.alias.default
 _AS_STRIDED = aten.as_strided.default
 _DETACH = aten.detach.default
 _NESTED_VIEW = aten._nested_view_from_buffer.default
@@ -232,6 +232,16 @@ def set_tangent(t: torch.Tensor, tangent: torch.Tensor) -> None:
         answering(_MAKE_DUAL, t, _MAKE_DUAL, t, tangent, 0)
 
 
+def take_history(t: torch.Tensor, out: torch.Tensor) -> None:
+    """Give the view t the gradient history (and tangent) of an alias of `out`.
+
+    Relies on the Autograd kernel of alias, whose ``set_history`` keeps t's view metadata and counts
+    the grad_fn as fresh; its ADInplaceOrView kernel must not run, since t is a view already.
+    """
+    with above_autograd(), _exclusion({ADINPLACEORVIEW: True}):
+        answering(_ALIAS, t, _ALIAS, out)
+
+
 @contextmanager
 def no_torch_function() -> Iterator[None]:
     """Switch off __torch_function__ of modes and subclasses inside."""
@@ -249,7 +259,18 @@ def torch_function_active(t: torch.Tensor) -> bool:
 
 def creation_meta(t: torch.Tensor) -> Any:
     """The CreationMeta of a differentiable view; DEFAULT for any other tensor."""
-    return _autograd._get_creation_meta(t) if t._is_view() else CreationMeta.DEFAULT
+    return canonical(_autograd._get_creation_meta(t)) if t._is_view() else CreationMeta.DEFAULT
+
+
+def canonical(value: Any) -> Any:
+    """The member of CreationMeta equal to `value`, to compare by identity.
+
+    C++ hands out a new Python object each time.
+    """
+    return _MEMBERS[int(value)]
+
+
+_MEMBERS = {int(member): member for member in CreationMeta.__members__.values()}
 
 
 def set_creation_meta(t: torch.Tensor, value: Any) -> None:

@@ -1,15 +1,13 @@
 """`mark_as_view` and what can be asked of a view.
 
 `mark_as_view` is the Python face of C++ ``as_view`` (VariableTypeUtils.h). It has the native
-kernels mark a tensor that we choose; `_torch.py` tells how. Three things are done around that:
+kernels mark a tensor that we choose; `_torch.py` tells how. Two things are done around that:
 
 * as_strided alone cannot express a view of another dtype, or with another conj or neg bit, so such
   views are marked as as_strided of a native view that has them (`_relative`);
-* a view_fn is captured by a native ViewFunc, and grad_fn is left to be made by it: the view is
-  marked while base's counter is far away, so natively it counts as stale and the next read of
-  grad_fn regenerates it (``VariableHooks::grad_fn``);
-* native regenerates only under CreationMeta.DEFAULT (``handle_view_on_rebase``), so a view with
-  another one is settled at once, and then given its creation_meta.
+* a view_fn is captured by a native ViewFunc, which native calls when it regenerates grad_fn
+  (``VariableHooks::grad_fn``), so not before a write; the first grad_fn is an alias's of view_fn's
+  result (`_torch.take_history`).
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from .errors import AliasingError, AutogradMetadataError, ViewTrackError
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
 
-# One later in-place op must not bring the counter to this value: the view would count as fresh.
-_FAR_AWAY = 2**31 - 1
 _WITHOUT_HISTORY = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
 
 
@@ -105,7 +101,7 @@ def mark_as_view(
     if view_fn is not None and not callable(view_fn):
         raise TypeError(f"mark_as_view: `view_fn` must be callable, got {type(view_fn).__name__}")
     if creation_meta is not CreationMeta.DEFAULT:
-        _check_creation_meta(creation_meta, is_bw_differentiable)
+        creation_meta = _checked_creation_meta(creation_meta, is_bw_differentiable)
     _check_metadata(t, base)
     if not alias_storage:
         _check_storage(t, base)
@@ -213,25 +209,16 @@ def _aliased_tangents(
 def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation_meta: Any) -> None:
     final = _propagated(base, creation_meta)
     history = base.requires_grad and creation_meta not in _WITHOUT_HISTORY
-    # Native regenerates grad_fn neither below autograd nor under another creation_meta than
-    # DEFAULT, so there it is done now; and view_fn is tried first, while t is still untouched.
-    settle = history and (final is not CreationMeta.DEFAULT or _torch.below_autograd())
-    if settle:
-        with _torch.above_autograd(), torch.no_grad():
-            replay(base)
-    version = base._version
-    try:
-        if history:
-            _torch.set_version(base, _FAR_AWAY)
-        _native(_torch.as_view_with_fn, t, base, replay)
-    finally:
-        if history:
-            _torch.set_version(base, version)
-    if settle:
-        _torch.set_creation_meta(t, CreationMeta.DEFAULT)
-        with _torch.above_autograd():
-            _ = t.grad_fn
-    _torch.set_creation_meta(t, final)
+    if history:
+        # Now and not at the next read: check_inplace takes a view without grad_fn for a leaf, and
+        # register_hook on a stale one crashes. And first, while t is still untouched.
+        with _torch.above_autograd(), torch.enable_grad():
+            out = replay(base)
+    _native(_torch.as_view_with_fn, t, base, replay)
+    if history:
+        _torch.take_history(t, out)
+    if _torch.creation_meta(t) is not final:
+        _torch.set_creation_meta(t, final)
 
 
 class _Replay:
@@ -281,8 +268,10 @@ def _native(mark: Callable[..., None], t: torch.Tensor, *args: Any) -> None:
 
 
 def _propagated(base: torch.Tensor, creation_meta: Any) -> Any:
-    """Mirrors ``propagate_creation_meta`` of VariableTypeUtils.h."""
-    return _torch.creation_meta(base) if creation_meta is CreationMeta.DEFAULT else creation_meta
+    """Mirrors ``propagate_creation_meta`` of variable.h."""
+    inherited = _torch.creation_meta(base)
+    keeps = creation_meta is CreationMeta.DEFAULT or inherited is CreationMeta.INFERENCE_MODE
+    return inherited if keeps else creation_meta
 
 
 def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -315,17 +304,19 @@ def _raise_type(name: str, t: object, base: object) -> None:
     raise TypeError(f"mark_as_view: `{name}` must be a torch.Tensor, got {got}")
 
 
-def _check_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> None:
+def _checked_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> Any:
     if not isinstance(creation_meta, CreationMeta):
         raise TypeError(
             f"mark_as_view: `creation_meta` must be a viewtrack.CreationMeta, "
             f"got {type(creation_meta).__name__}"
         )
+    creation_meta = _torch.canonical(creation_meta)
     if creation_meta is not CreationMeta.DEFAULT and not is_bw_differentiable:
         raise ValueError(
             "mark_as_view: a view that is not backward differentiable must have "
             "creation_meta=CreationMeta.DEFAULT"
         )
+    return creation_meta
 
 
 def _check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
