@@ -328,6 +328,16 @@ def forward_ad_level() -> int:
     return int(torch.autograd.forward_ad._current_level)
 
 
+def tangent(t: torch.Tensor) -> torch.Tensor | None:
+    """The tangent of t at the current forward-AD level; None without one, or outside a level."""
+    if forward_ad_level() < 0:
+        return None
+    with above_autograd(), torch.no_grad():
+        dual = torch.autograd.forward_ad.unpack_dual(t)  # type: ignore[no-untyped-call]
+        found: torch.Tensor | None = dual.tangent
+        return found
+
+
 # ------------------------------------------------------------------------------ Python view_fn
 
 carrier_key = _C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch
 from ._torch import CreationMeta
+from .aliasing import brief, check_fits, check_storage, dims, shares_or_unknown, shares_storage
 from .errors import AliasingError, AutogradMetadataError, ViewTrackError
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
@@ -104,17 +105,17 @@ def mark_as_view(
         creation_meta = _checked_creation_meta(creation_meta, is_bw_differentiable)
     _check_metadata(t, base)
     if not alias_storage:
-        _check_storage(t, base)
+        check_storage(t, base)
         if t.numel() * t.element_size() > t.untyped_storage().nbytes():
-            _check_fits(t, base)
-    elif not _shares_storage(t, base):
-        _check_fits(t, base)
+            check_fits(t, base)
+    elif not shares_storage(t, base):
+        check_fits(t, base)
     # Marking never looks at storage, so that comes last: whatever raises before left t as it was.
     if is_bw_differentiable and is_fw_differentiable and view_fn is None:
         _mark_strided(t, base, creation_meta)
     else:
         _mark_other(t, base, is_bw_differentiable, is_fw_differentiable, view_fn, creation_meta)
-    if alias_storage and not _shares_storage(t, base):
+    if alias_storage and not shares_storage(t, base):
         _torch.set_storage_of(t, base)
     return t
 
@@ -185,6 +186,9 @@ def _mark_other(
 
 
 def _mark_without_backward(t: torch.Tensor, base: torch.Tensor, is_fw: bool) -> None:
+    # Native takes a tensor with metadata here, and drops it.
+    if t.grad is not None or _torch.tangent(t) is not None:
+        raise AutogradMetadataError(_metadata_message(t))
     tangents = _aliased_tangents(t, base) if is_fw and _torch.forward_ad_level() >= 0 else None
     _torch.as_view_version_only(t, base)
     if tangents is not None:
@@ -199,11 +203,10 @@ def _aliased_tangents(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """A tangent for base where it has none, and one for t that lies in base's."""
     with _torch.above_autograd(), torch.no_grad():
-        have = torch.autograd.forward_ad.unpack_dual(base).tangent
-        new = None if have is not None else torch.zeros_like(base)
-        tangent = have if new is None else new
+        have = _torch.tangent(base)
+        tangent = have if have is not None else torch.zeros_like(base)
         offset = tangent.storage_offset() + t.storage_offset() - base.storage_offset()
-        return new, tangent.as_strided(t.size(), t.stride(), offset)
+        return tangent if have is None else None, tangent.as_strided(t.size(), t.stride(), offset)
 
 
 def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation_meta: Any) -> None:
@@ -240,13 +243,19 @@ class _Replay:
         if (base.shape, base.dtype) == self.base_like and (out.shape, out.dtype) != self.like:
             shape, dtype = self.like
             raise ViewTrackError(
-                f"{self._who()} returned {_brief(out)} where the view that was marked with it is "
-                f"{dtype}[{_dims(shape)}]; return exactly that view of its argument"
+                f"{self._who()} returned {brief(out)} where the view that was marked with it is "
+                f"{dtype}[{dims(shape)}]; return exactly that view of its argument"
             )
-        if out is base or not _shares_or_unknown(out, base):
+        if out is base or not shares_or_unknown(out, base):
             raise AliasingError(
                 f"{self._who()} returned {'its argument' if out is base else 'a copy'}; it must "
                 f"return a new view of its argument (for the whole of it, `base.view_as(base)`)"
+            )
+        recorded = base.requires_grad and torch.is_grad_enabled() and not _torch.below_autograd()
+        if recorded and not out.requires_grad:
+            raise ViewTrackError(
+                f"{self._who()} returned a tensor that is cut off from its argument's gradient; "
+                f"leave out `detach()` and `no_grad`"
             )
         return out
 
@@ -284,7 +293,7 @@ def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
             view = torch.view_as_complex(base)
         else:
             raise ViewTrackError(
-                f"mark_as_view: `t` ({_brief(t)}) reads the bytes of `base` ({_brief(base)}) as "
+                f"mark_as_view: `t` ({brief(t)}) reads the bytes of `base` ({brief(base)}) as "
                 f"another dtype, and no gradient flows through that; pass "
                 f"is_bw_differentiable=False, is_fw_differentiable=False, as native does for "
                 f"`view(dtype)`, or give a view_fn"
@@ -335,95 +344,19 @@ def _check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
 
 
 def _metadata_message(t: torch.Tensor) -> str:
-    if t._is_view():
-        has = f"is a view already (grad_fn {_grad_fn_name(t)})"
+    if t._is_view():  # grad_fn is not read: on a stale view that may raise
+        has = "is a view already"
     elif t.requires_grad:
-        has = f"requires grad ({'a leaf' if t.is_leaf else f'grad_fn {_grad_fn_name(t)}'})"
+        has = f"requires grad ({'a leaf' if t.is_leaf else f'grad_fn {t.grad_fn.name()}'})"
+    elif t.grad is not None:
+        has = "has a `.grad`"
+    elif t._backward_hooks:
+        has = "has hooks"
+    elif _torch.tangent(t) is not None:
+        has = "has a tangent"
     else:
-        has = "has a `.grad`, a hook, a tangent or an empty metadata object"
+        has = "once required grad, or was detached in place"
     return (
-        f"mark_as_view: `t` ({_brief(t)}) already carries autograd metadata: it {has}; "
+        f"mark_as_view: `t` ({brief(t)}) already carries autograd metadata: it {has}; "
         f"pass `t.detach()`, or mark it before autograd sees it"
     )
-
-
-def _grad_fn_name(t: torch.Tensor) -> str:
-    if _torch.below_autograd():  # reading grad_fn of a stale view would hit a native assert
-        return "unknown below autograd"
-    return t.grad_fn.name() if t.grad_fn is not None else "none"
-
-
-def _check_storage(t: torch.Tensor, base: torch.Tensor) -> None:
-    if not _shares_storage(t, base):
-        raise AliasingError(
-            f"mark_as_view: `t` ({_brief(t)}, {t.device}) and `base` ({_brief(base)}, "
-            f"{base.device}) do not share storage; pass a real alias of `base`"
-            + (", or alias_storage=True" if t.device == base.device else "")
-        )
-
-
-def _shares_storage(t: torch.Tensor, base: torch.Tensor) -> bool:
-    try:
-        return _torch.is_alias_of(t, base)
-    except (RuntimeError, NotImplementedError):
-        return any(_alias_or_false(t, part) for part in _parts(base))
-
-
-def _shares_or_unknown(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """False only where both are plain strided tensors, whose storages can be compared."""
-    plain = type(t) is type(base) is torch.Tensor and not _torch.is_functorch_wrapped(t)
-    if not plain or _torch.is_functorch_wrapped(base):
-        return True
-    try:
-        return _torch.is_alias_of(t, base)
-    except (RuntimeError, NotImplementedError):
-        return True
-
-
-def _alias_or_false(t: torch.Tensor, part: torch.Tensor) -> bool:
-    try:
-        return _torch.is_alias_of(t, part)
-    except (RuntimeError, NotImplementedError):
-        return False
-
-
-def _parts(base: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that a sparse tensor is made of."""
-    with _torch.above_autograd(), torch.no_grad():
-        if base.layout is torch.sparse_coo:
-            return _torch.coo_parts(base)
-        if base.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return base.crow_indices(), base.col_indices(), base.values()
-        if base.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return base.ccol_indices(), base.row_indices(), base.values()
-    return ()
-
-
-def _check_fits(t: torch.Tensor, base: torch.Tensor) -> None:
-    if t.device != base.device:
-        raise AliasingError(
-            f"mark_as_view: alias_storage=True cannot point `t` on {t.device} at the storage of "
-            f"`base` on {base.device}"
-        )
-    need, have = _bytes_spanned(t), base.untyped_storage().nbytes()
-    if need > have:
-        raise AliasingError(
-            f"mark_as_view: `t` ({_brief(t)}, strides {tuple(t.stride())}, offset "
-            f"{t.storage_offset()}) needs {need} bytes and base's storage holds {have}; give `t` "
-            f"the geometry of a view of `base`"
-        )
-
-
-def _bytes_spanned(t: torch.Tensor) -> int:
-    if t.numel() == 0:
-        return 0
-    last = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
-    return (t.storage_offset() + last + 1) * t.element_size()
-
-
-def _dims(shape: Any) -> str:
-    return ", ".join(map(str, shape))
-
-
-def _brief(t: torch.Tensor) -> str:
-    return f"{t.dtype}[{_dims(t.shape)}]"
