@@ -3,6 +3,8 @@
 from ._torch import CreationMeta
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
 from .info import ViewInfo, version, view_info, with_tracking
+from .ledger import storage_version
+from .mode import Tracker, track
 from .view import mark_as_view, share_version
 
 __version__ = "0.1.0"
@@ -12,10 +14,13 @@ __all__ = [
     "AutogradMetadataError",
     "CreationMeta",
     "MutatedTensorError",
+    "Tracker",
     "ViewInfo",
     "ViewTrackError",
     "mark_as_view",
     "share_version",
+    "storage_version",
+    "track",
     "version",
     "view_info",
     "with_tracking",

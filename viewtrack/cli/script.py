@@ -122,19 +122,29 @@ def hide_own_frames() -> None:
     def hook_without_own_frames(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        hook(kind, value, without_own_frames(traceback))
+        traceback = program_frames(traceback)
+        hook(kind, value.with_traceback(traceback), traceback)  # the native hook looks at `value`
 
     sys.excepthook = hook_without_own_frames
 
 
-def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback less our frames, except where the error itself arose in one of them."""
-    if traceback is None:
-        return None
-    rest = without_own_frames(traceback.tb_next)
-    filename = traceback.tb_frame.f_code.co_filename
-    if (filename.startswith(PACKAGE) or filename == __file__) and (
-        traceback.tb_next is not None
-    ):
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+def program_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback less our frames and what lies above them.
+
+    Where an error arose in viewtrack, its last frame stays; a script that cannot be compiled has
+    no frame at all, as under `python`.
+    """
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    for index, entry in enumerate(entries):
+        if entry.tb_frame.f_code is Program.run.__code__:
+            entries = entries[index + 1 :]
+            break
+    kept = None
+    for entry in reversed(entries):
+        filename = entry.tb_frame.f_code.co_filename
+        if filename != __file__ and (kept is None or not filename.startswith(PACKAGE)):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

@@ -1,0 +1,128 @@
+"""`track`: version counters and views that are right below autograd too.
+
+`tracking.py` has the mode that does it; here is who switches it on, and when.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
+
+from . import _torch
+from .site import Site
+from .tracking import TrackingMode
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Record = Literal["none", "site", "stack"]
+_LEVELS: dict[str, int] = {"none": 0, "site": 1, "stack": 2}
+
+
+class Tracker:
+    """What `track` returns: a context manager, a decorator, and afterwards what was found.
+
+    Attributes:
+        record: how much is recorded of each write, ``"none"``, ``"site"`` or ``"stack"``.
+        undeclared_aliases: for each op that was found to return memory of its argument without
+            its schema saying so, by name, the line that first called it.
+    """
+
+    def __init__(self, record: Record = "site") -> None:
+        self.record = record
+        self.undeclared_aliases: dict[str, Site] = {}
+
+    def __enter__(self) -> Tracker:
+        _active.enter(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _active.leave(self)
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def tracked(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return fn(*args, **kwargs)
+
+        return tracked
+
+
+def track(views: Literal["version"] = "version", record: Record = "site") -> Tracker:
+    """Track views and writes below autograd, in everything that runs inside.
+
+    Use it as ``with viewtrack.track() as tracker:`` or as a decorator, ``@viewtrack.track()``.
+    Enter it before (outside) the dispatch modes whose handlers are to be tracked: ops that the
+    handlers of already active modes issue do not reach it, and it logs that once.
+
+    Inside, code that user code can see behaves as on stock torch without any mode. In addition, in
+    any ``__torch_dispatch__`` handler, every view shares its base's version counter, and every
+    write moves the counters that it would move above autograd.
+
+    Semantics: NOTE [ Autograd View Variables ] in torch/csrc/autograd/variable.h; pytorch#96319.
+
+    Args:
+        views: ``"version"``: views made below autograd share the version counter of their base.
+        record: what the ledger keeps of each write: nothing (``"none"``, which costs nothing), op
+            and line (``"site"``), or also the whole Python stack (``"stack"``).
+
+    Returns:
+        A `Tracker`. Trackers may be nested and entered more than once; the outermost one acts.
+
+    Raises:
+        ValueError: an argument has none of the values above.
+    """
+    if views != "version":
+        raise ValueError(f"track: `views` must be 'version', got {views!r}")
+    if record not in _LEVELS:
+        raise ValueError(f"track: `record` must be 'none', 'site' or 'stack', got {record!r}")
+    return Tracker(record)
+
+
+class _Active(threading.local):
+    """The trackers that are active in a thread. One mode acts for all of them."""
+
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] = []
+        self.mode = TrackingMode(self._found_alias)
+
+    def enter(self, tracker: Tracker) -> None:
+        if not self.trackers:
+            if _torch.mode_stack_len():
+                _say_entered_above()
+            self.mode.__enter__()
+        self.trackers.append(tracker)
+        self._update()
+
+    def leave(self, tracker: Tracker) -> None:
+        # By identity and from the end: a generator may leave its tracker after an outer one.
+        for index in reversed(range(len(self.trackers))):
+            if self.trackers[index] is tracker:
+                del self.trackers[index]
+                break
+        self._update()
+        if not self.trackers:
+            self.mode.__exit__(None, None, None)
+
+    def _found_alias(self, op: str, site: Site) -> None:
+        log.info("%s returned memory of its argument undeclared, at %s", op, site)
+        for tracker in self.trackers:
+            tracker.undeclared_aliases.setdefault(op, site)
+
+    def _update(self) -> None:
+        self.mode.level = max((_LEVELS[t.record] for t in self.trackers), default=0)
+
+
+_active = _Active()
+
+
+@functools.cache
+def _say_entered_above() -> None:
+    log.warning(
+        "track() was entered above another dispatch mode: ops that the handlers of modes entered "
+        "before it issue are not tracked; enter track() first (outermost) to track them"
+    )

@@ -1,0 +1,234 @@
+"""What one op does, read once from its schema: `Plan`.
+
+The schema objects of torch tell which arguments and outputs carry alias annotations, but for lists
+they leave the alias set empty, so those letters are read from the schema's text. Planning never
+raises for an OpOverload: a handler that raises while C++ asks a subclass for metadata
+(``prim::device``) aborts the process.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from . import _torch
+
+# ATen ops whose schema says nothing of it, and that can still return memory of their argument.
+UNDECLARED_ALIASES = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::unsafe_chunk",
+        "aten::unsafe_split.Tensor",
+        "aten::unsafe_split_with_sizes",
+        "aten::native_dropout",
+        "aten::lift_fresh",
+    }
+)
+
+# Here the counters may be joined as well: nothing saves the argument of _unsafe_view, since its
+# callers hand it a fresh tensor. `unsafe_split` and its like keep them apart on purpose.
+SHARE_UNDECLARED = frozenset({"aten::_unsafe_view"})
+
+_INPLACE_METADATA = frozenset(
+    {
+        "as_strided_",
+        "detach_",
+        "resize_",
+        "resize_as_",
+        "resize_as_sparse_",
+        "set_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor argument, or list of tensors, of an op.
+
+    Attributes:
+        name: its name in the schema.
+        index: its place in the schema, counted over all arguments.
+        kwarg_only: whether it can only be passed by name.
+        is_list: whether it is a list of tensors.
+        is_optional: whether it, or an item of it, may be None.
+        alias_set: the letters of its annotation, ``{"a"}`` for ``Tensor(a!)``.
+        is_write: whether the op writes it.
+    """
+
+    name: str
+    index: int
+    kwarg_only: bool
+    is_list: bool
+    is_optional: bool
+    alias_set: frozenset[str]
+    is_write: bool
+
+    def of(self, args: Any, kwargs: Any) -> Any:
+        """The value passed for it, or None."""
+        if not self.kwarg_only and self.index < len(args):
+            return args[self.index]
+        return kwargs.get(self.name) if kwargs else None
+
+    def tensors(self, args: Any, kwargs: Any) -> list[Any]:
+        """The tensors passed for it, without those left out."""
+        value = self.of(args, kwargs)
+        if isinstance(value, (list, tuple)):
+            return [t for t in value if t is not None]
+        return [] if value is None else [value]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output that lies in the memory of arguments.
+
+    Attributes:
+        index: its place among the op's outputs.
+        is_list: whether it is a list of tensors.
+        arguments: the arguments whose memory it is in (one, in every ATen op).
+    """
+
+    index: int
+    is_list: bool
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one op does to memory and to version counters.
+
+    Attributes:
+        name: as a user writes it, ``aten.add_.Tensor``.
+        qualified: as the dispatcher knows it, ``aten::add_.Tensor``.
+        arguments: the tensor arguments.
+        returns: how many outputs the op has.
+        views: outputs that view arguments.
+        writes: arguments that the op writes.
+        written: outputs that are written arguments themselves.
+        changes_metadata: whether it changes sizes, strides or storage of what it writes.
+        has_native_kernel: whether ATen, or its author, gave it an ADInplaceOrView kernel.
+        is_composite: whether it is made of other ops, also for autograd.
+        is_aten: whether it is one of torch's own ops.
+        may_alias_undeclared: whether outputs may share memory that the schema does not mention.
+    """
+
+    name: str
+    qualified: str
+    arguments: tuple[Argument, ...]
+    returns: int
+    views: tuple[Output, ...]
+    writes: tuple[Argument, ...]
+    written: tuple[Output, ...]
+    changes_metadata: bool
+    has_native_kernel: bool
+    is_composite: bool
+    is_aten: bool
+    may_alias_undeclared: bool
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether nothing but values comes out of the op and nothing goes in."""
+        return not (self.views or self.writes or self.may_alias_undeclared)
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_of(op: _torch.OpOverload) -> Plan:
+    """The plan of an OpOverload, made once."""
+    # Keyed by the builtin in it: hashing an OpOverload runs Python.
+    plan = _plans.get(op._op)
+    if plan is None:
+        plan = _plans[op._op] = _make(op)
+    return plan
+
+
+def _make(op: _torch.OpOverload) -> Plan:
+    schema = op._schema
+    qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    letters, returned = _letters(str(schema))
+    arguments = tuple(
+        _argument(argument, index, letters)
+        for index, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type)
+    )
+    outputs = [
+        (index, result, returned[index] if index < len(returned) else frozenset())
+        for index, result in enumerate(schema.returns)
+        if result.alias_info is not None
+    ]
+    namespace, _, base_name = schema.name.partition("::")
+    return Plan(
+        name=f"{namespace}.{base_name}.{schema.overload_name or 'default'}",
+        qualified=qualified,
+        arguments=arguments,
+        returns=len(schema.returns),
+        views=_related(outputs, arguments, is_write=False),
+        writes=tuple(a for a in arguments if a.is_write),
+        written=_related(outputs, arguments, is_write=True),
+        changes_metadata=base_name in _INPLACE_METADATA,
+        has_native_kernel=_torch.has_native_kernel(qualified),
+        is_composite=_torch.has_composite_kernel(qualified),
+        is_aten=namespace in ("aten", "prim", "prims"),
+        may_alias_undeclared=qualified in UNDECLARED_ALIASES
+        or namespace not in ("aten", "prim", "prims"),
+    )
+
+
+def _argument(argument: Any, index: int, letters: dict[str, frozenset[str]]) -> Argument:
+    kind = str(argument.type)
+    info = argument.alias_info
+    return Argument(
+        name=argument.name,
+        index=index,
+        kwarg_only=argument.kwarg_only,
+        is_list="List[" in kind,
+        is_optional="Optional[" in kind,
+        alias_set=letters.get(argument.name, frozenset()) if info is not None else frozenset(),
+        is_write=info is not None and info.is_write,
+    )
+
+
+def _related(
+    outputs: list[tuple[int, Any, frozenset[str]]], arguments: tuple[Argument, ...], is_write: bool
+) -> tuple[Output, ...]:
+    return tuple(
+        Output(
+            index=index,
+            is_list="List[" in str(result.type),
+            arguments=tuple(a for a in arguments if a.alias_set & letters),
+        )
+        for index, result, letters in outputs
+        if result.alias_info.is_write is is_write
+    )
+
+
+_ARGUMENT = re.compile(r"Tensor\(([^()]*)\)[\[\]?\d]* (\w+)")
+_RESULT = re.compile(r"(\w+)(?:\(([^()]*)\))?[\[\]?\d]*")
+
+
+def _letters(schema: str) -> tuple[dict[str, frozenset[str]], list[frozenset[str]]]:
+    """Alias letters by argument name, and by output."""
+    head, _, tail = schema.rpartition(" -> ")
+    while head.count("(") != head.count(")"):  # the arrow of "Tensor(a -> *)", not of the results
+        head, _, rest = head.rpartition(" -> ")
+        tail = f"{rest} -> {tail}"
+    arguments = {name: _letter_set(text) for text, name in _ARGUMENT.findall(head)}
+    inner = tail[1:-1] if tail.startswith("(") else tail
+    results = [_letter_set(match[2] or "") for match in map(_RESULT.match, _split(inner)) if match]
+    return arguments, results
+
+
+def _split(results: str) -> list[str]:
+    return [part.strip() for part in re.split(r",(?![^()]*\))", results) if part.strip()]
+
+
+def _letter_set(text: str) -> frozenset[str]:
+    before = text.split("->")[0]
+    return frozenset(before.replace("!", "").replace("|", " ").split())

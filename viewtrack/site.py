@@ -1,0 +1,163 @@
+"""Where in the user's program an op was issued, and whether a handler issued it.
+
+Both questions are answered by one walk up the Python frames. It costs about a microsecond, so it is
+made for writes only, and for whatever else a record asks to be placed.
+
+Whether an op comes from above autograd cannot be told from a mode at the bottom of the stack: the
+excluded dispatch keys, the TLS snapshot and the stack are the same for an op that user code issued
+and for one that another mode's handler issued. The frames of the handlers above tell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from . import _torch
+from .plan import Plan, plan_of
+
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_user_file: dict[str, bool] = {}
+
+# Names of functions that C++ calls as handlers; torchao installs one under the second name.
+handler_names = {"__torch_dispatch__", "_dispatch__torch_dispatch__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line of the user's program.
+
+    Attributes:
+        filename: the file, as Python knows it.
+        lineno: the line.
+        function: the function that the line is in.
+        in_handler: whether the line is in a ``__torch_dispatch__`` handler, or was called by one.
+        stack: the whole Python stack, innermost first, where it was asked for.
+    """
+
+    filename: str
+    lineno: int
+    function: str
+    in_handler: bool = False
+    stack: tuple[tuple[str, int, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.filename}:{self.lineno} in {self.function}"
+
+
+UNKNOWN = Site("<unknown>", 0, "<unknown>")
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file belongs neither to torch nor to viewtrack."""
+    known = _user_file.get(filename)
+    if known is None:
+        path = filename if filename.startswith("<") else os.path.abspath(filename)
+        known = _user_file[filename] = not path.startswith((_OWN, _TORCH, "<frozen"))
+    return known
+
+
+def locate(
+    frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
+) -> tuple[bool, FrameType | None]:
+    """Walk up from `frame`, the caller of a handler of ours.
+
+    Args:
+        frame: where to start.
+        plan: the plan of the op that reached the handler.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Whether a handler further up issued the op (rather than passed it on from above autograd),
+        and the frame of the user's line that did: in the handler then, else beyond the handlers
+        that passed it on.
+    """
+    user: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+            if not _passes_on(frame, code, plan, args, kwargs):
+                return True, user or (frame if is_user_file(code.co_filename) else frame.f_back)
+            user = None
+        elif user is None and is_user_file(code.co_filename):
+            user = frame
+        frame = frame.f_back
+    return False, user
+
+
+_own_handlers = {_OWN + name for name in ("tracking.py", "_torch.py")}
+
+
+def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> bool:
+    """Whether the handler in `frame` was given an op that writes the same tensors.
+
+    Then the ADInplaceOrView kernel above it counts the write, if the handler's own op has one. The
+    handler may write by another op (``add_`` by ``copy_``): one write of the user is one count.
+    """
+    given = _given(frame, code)
+    if given is None:
+        return False
+    above, above_args, above_kwargs = plan_of(given[0]), given[1], given[2]
+    if not above.has_native_kernel:
+        return False
+    counted = {id(t) for a in above.writes for t in a.tensors(above_args, above_kwargs)}
+    written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
+    return bool(written) and all(id(t) in counted for t in written)
+
+
+def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
+    """The op, args and kwargs that a handler's frame was called with, as far as it still has them.
+
+    A handler is ``(self or cls, func, types, args, kwargs)``, or the same without the first.
+    """
+    names = code.co_varnames[: code.co_argcount]
+    values = frame.f_locals
+    for start in (1, 0):
+        if len(names) > start and isinstance(values.get(names[start]), _torch.OpOverload):
+            rest = [values.get(name) for name in names[start + 2 : start + 4]]
+            args = rest[0] if rest and isinstance(rest[0], tuple) else ()
+            kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
+            return values[names[start]], args, kwargs
+    return None
+
+
+def site_of(frame: FrameType | None, *, in_handler: bool = False, stack: bool = False) -> Site:
+    """Make a `Site` of a frame."""
+    if frame is None:
+        return UNKNOWN
+    code = frame.f_code
+    return Site(
+        code.co_filename,
+        frame.f_lineno,
+        code.co_name,
+        in_handler,
+        _stack(frame) if stack else (),
+    )
+
+
+def caller(depth: int = 1) -> Site:
+    """The user's line that called the viewtrack function which asks.
+
+    Args:
+        depth: how many frames above the asking function to start.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return site_of(frame)
+
+
+def _stack(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(lines)

@@ -1,0 +1,278 @@
+"""The dispatch mode at the bottom of the stack that `track` puts there.
+
+It sees every op that user code, another mode's handler or a subclass's handler issues. What it does
+with one depends on the op's plan:
+
+* a functional op goes straight through;
+* a view op runs with ADInplaceOrView on, so the result shares its base's counter; then it is
+  detached under the same guard, which keeps the counter and drops the metadata: a native kernel
+  above marks what it is handed, and refuses a tensor that carries metadata already;
+* a write whose op has an ADInplaceOrView kernel goes as it is where it comes from above autograd
+  (the kernel up there counts it), and runs with ADInplaceOrView on where a handler issued it;
+* a write whose op has none, and any composite op, runs with ADInplaceOrView on. Then it moves the
+  counters that its inner ops move, which is what happens on stock torch without any mode. Bumping
+  what the schema declares instead would be wrong: ``_native_batch_norm_legit`` saves the running
+  statistics that it then updates.
+
+In a handler ADInplaceOrView is always excluded on entry, so a guard needs not read what was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._torch import ADINPLACEORVIEW, TensorBase, set_excluded
+from .info import version
+from .ledger import key_of, ledger
+from .plan import SHARE_UNDECLARED, Argument, Plan, plan_of
+from .site import Site, caller, locate, site_of
+
+Step = Callable[["TrackingMode", Plan, Any, Any, Any], Any]
+
+_detach = TensorBase.detach
+_mode_stack_len = _torch.mode_stack_len
+
+
+class TrackingMode(_torch.QuietMode):
+    """One for each thread; `mode.py` pushes and pops it.
+
+    Attributes:
+        level: 0 records nothing, 1 the line of each write, 2 also the Python stack.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, found_alias: Callable[[str, Site], None]) -> None:
+        super().__init__()
+        self.level = 0
+        self.found_alias = found_alias
+        self._passing: Any = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile, as it does without a mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            op = func._op
+        except AttributeError:  # a higher-order operator
+            return func(*args, **(kwargs or {}))
+        try:
+            step, plan = _steps[op]
+        except KeyError:
+            step, plan = _steps[op] = _choose(func)
+        if types:
+            return self._on_subclass(step, plan, func, args, kwargs or {})
+        if step is None:
+            return op(*args, **kwargs) if kwargs else op(*args)
+        return step(self, plan, op, args, kwargs or {})
+
+    def _on_subclass(
+        self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Let the handler of a wrapper subclass run with this mode active.
+
+        While a mode's handler runs the mode is off, so what the subclass's handler issues would be
+        lost. So the op is issued again with the mode back on the stack, and this time declined:
+        torch then asks the subclass, with the mode still there. Only at the bottom of the stack,
+        since modes below would not be asked.
+        """
+        passing, self._passing = self._passing, None
+        if passing is not None and passing[0] is func and passing[1] == _first_tensor(args):
+            return NotImplemented
+        op = func._op
+        if _mode_stack_len():
+            return op(*args, **kwargs) if step is None else step(self, plan, op, args, kwargs)
+        self._passing = (func, _first_tensor(args))
+        _torch.push_mode(self)
+        try:
+            if step is None:
+                return op(*args, **kwargs)
+            return step(self, plan, op, args, kwargs)
+        finally:
+            _torch.pop_mode()
+            self._passing = None
+
+    def record(
+        self, plan: Plan, args: Any, kwargs: Any, before: list[Any], by_kernel_above: bool, user: Any
+    ) -> None:
+        """Enter the writes that an op has done into the ledger.
+
+        A kernel above autograd has yet to move the counters, by one.
+        """
+        site = site_of(user, in_handler=not by_kernel_above, stack=self.level > 1)
+        for (argument, t), was in zip(_written(plan, args, kwargs), before, strict=True):
+            now = version(t)
+            if by_kernel_above and now is not None:
+                now += 1
+            ledger.record(t, plan.name, argument.name, site, was, now)
+
+
+# ------------------------------------------------------------------------------ steps
+
+
+def _view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    set_excluded(ADINPLACEORVIEW, False)
+    try:
+        out = op(*args, **kwargs) if kwargs else op(*args)
+        if type(out) is torch.Tensor:
+            return _detach(out) if out._is_view() else out
+        return _stripped(out, args)
+    finally:
+        set_excluded(ADINPLACEORVIEW, True)
+
+
+def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A composite op that neither writes nor is sure to return a view."""
+    set_excluded(ADINPLACEORVIEW, False)
+    try:
+        return _stripped(op(*args, **kwargs), args)
+    finally:
+        set_excluded(ADINPLACEORVIEW, True)
+
+
+def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A view op without an ADInplaceOrView kernel: whatever its kernel does, counters are joined."""
+    out = _guarded(mode, plan, op, args, kwargs)
+    outs = out if plan.returns > 1 else (out,)
+    for output in plan.views:
+        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
+        for t in outs[output.index] if output.is_list else (outs[output.index],):
+            for base in bases:
+                if not _is_any(t, bases) and _joinable(t, base):
+                    _torch.as_view_version_only(t, base)
+    return out
+
+
+def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A write whose op has an ADInplaceOrView kernel."""
+    below, user = locate(sys._getframe(2), plan, args, kwargs)
+    if not mode.level:
+        if not below:
+            return op(*args, **kwargs) if kwargs else op(*args)
+        return _guarded(mode, plan, op, args, kwargs)
+    before = _versions(plan, args, kwargs)
+    run = _guarded if below else _plain
+    out = run(mode, plan, op, args, kwargs)
+    mode.record(plan, args, kwargs, before, not below, user)
+    return out
+
+
+def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A write whose op has no ADInplaceOrView kernel."""
+    written = _written(plan, args, kwargs)
+    before = [version(t) for _, t in written]
+    out = _guarded(mode, plan, op, args, kwargs)
+    for (argument, t), was in zip(written, before, strict=True):
+        # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
+        if (argument.is_list or not plan.is_aten) and _is_wrapper(t) and version(t) == was:
+            if was is not None:
+                torch.autograd.graph.increment_version(t)
+    if mode.level:
+        below, user = locate(sys._getframe(2), plan, args, kwargs)
+        mode.record(plan, args, kwargs, before, False, user)
+    return out
+
+
+def _undeclared(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """An op that may return memory of its arguments without its schema saying so."""
+    out = op(*args, **kwargs)
+    inputs = [t for a in plan.arguments for t in a.tensors(args, kwargs)]
+    share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
+    for t in _tensors(out):
+        base = None if _is_any(t, inputs) else _base_among(t, inputs)
+        if base is not None:
+            mode.found_alias(plan.name, caller(3))
+            if share and _joinable(t, base):
+                _torch.as_view_version_only(t, base)
+    return out
+
+
+def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _choose(func: Any) -> tuple[Step | None, Plan]:
+    """The step for an op; None if it goes straight through."""
+    plan = plan_of(func)
+    if plan.writes:
+        counted = plan.has_native_kernel and not plan.is_composite
+        return (_counted_write if counted else _uncounted_write), plan
+    if plan.is_composite:
+        return _guarded, plan
+    if plan.views:
+        return (_view if plan.has_native_kernel else _foreign_view), plan
+    return (_undeclared if plan.may_alias_undeclared else None), plan
+
+
+# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
+_steps: dict[Any, tuple[Step | None, Plan]] = {}
+
+
+# ------------------------------------------------------------------------------ helpers
+
+
+def _stripped(out: Any, args: Any) -> Any:
+    """The outputs without view metadata, sharing the counters they share. Run it under the guard.
+
+    An output that is an argument keeps what it has.
+    """
+    if isinstance(out, torch.Tensor):
+        return _detach(out) if out._is_view() and not _is_any(out, args) else out
+    if isinstance(out, (list, tuple)):
+        return type(out)(_stripped(t, args) for t in out)
+    return out
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [t for part in out for t in _tensors(part)]
+    return []
+
+
+def _is_any(t: Any, candidates: Any) -> bool:
+    return any(
+        t is c or (isinstance(c, (list, tuple)) and _is_any(t, c)) for c in candidates
+    )
+
+
+def _base_among(t: torch.Tensor, inputs: list[Any]) -> Any:
+    key = key_of(t)
+    return next((base for base in inputs if key_of(base) == key), None)
+
+
+def _joinable(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether t may be given base's counter: it aliases it and has no metadata to lose."""
+    if t.is_inference() or base.is_inference() or t.requires_grad or t._is_view():
+        return False
+    return key_of(t) == key_of(base)
+
+
+def _is_wrapper(t: torch.Tensor) -> bool:
+    return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _first_tensor(args: Any) -> int | None:
+    """The identity of the first tensor among the arguments, or in a list of them."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return id(value)
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return id(value[0])
+    return None
+
+
+def _written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
+    return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
+
+
+def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
+    return [version(t) for _, t in _written(plan, args, kwargs)]
