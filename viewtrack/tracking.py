@@ -14,7 +14,9 @@ with one depends on the op's plan:
   what the schema declares instead would be wrong: ``_native_batch_norm_legit`` saves the running
   statistics that it then updates.
 
-In a handler ADInplaceOrView is always excluded on entry, so a guard needs not read what was.
+The dispatcher excludes ADInplaceOrView before it calls a handler, so a guard needs not read what
+was. `aten.detach` is the exception: C++ also calls the handler for it directly, when it makes a
+shallow copy of a tensor, and gives the copy its counter itself.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._torch import ADINPLACEORVIEW, TensorBase, set_excluded
+from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded
 from .info import version
 from .ledger import key_of, ledger
 from .plan import SHARE_UNDECLARED, Argument, Plan, plan_of
@@ -67,15 +69,13 @@ class TrackingMode(_torch.QuietMode):
             step, plan = _steps[op]
         except KeyError:
             step, plan = _steps[op] = _choose(func)
-        if types:
+        if types and not _only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
         if step is None:
             return op(*args, **kwargs) if kwargs else op(*args)
         return step(self, plan, op, args, kwargs or {})
 
-    def _on_subclass(
-        self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _on_subclass(self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         """Let the handler of a wrapper subclass run with this mode active.
 
         While a mode's handler runs the mode is off, so what the subclass's handler issues would be
@@ -86,21 +86,39 @@ class TrackingMode(_torch.QuietMode):
         passing, self._passing = self._passing, None
         if passing is not None and passing[0] is func and passing[1] == _first_tensor(args):
             return NotImplemented
-        op = func._op
         if _mode_stack_len():
-            return op(*args, **kwargs) if step is None else step(self, plan, op, args, kwargs)
+            return self._run_subclass(step, plan, func._op, args, kwargs)
         self._passing = (func, _first_tensor(args))
         _torch.push_mode(self)
         try:
-            if step is None:
-                return op(*args, **kwargs)
-            return step(self, plan, op, args, kwargs)
+            return self._run_subclass(step, plan, func._op, args, kwargs)
         finally:
             _torch.pop_mode()
             self._passing = None
 
+    def _run_subclass(self, step: Step | None, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+        if step is _counted_write or step is _uncounted_write:
+            return step(self, plan, op, args, kwargs)
+        # The native kernel of detach asks for another detach of what the handler returned, so with
+        # ADInplaceOrView on there would be no end to it.
+        was = is_excluded(ADINPLACEORVIEW)
+        set_excluded(ADINPLACEORVIEW, True)
+        try:
+            out = op(*args, **kwargs)
+        finally:
+            set_excluded(ADINPLACEORVIEW, was)
+        if plan.views:
+            _join_views(plan, args, kwargs, out)
+        return out
+
     def record(
-        self, plan: Plan, args: Any, kwargs: Any, before: list[Any], by_kernel_above: bool, user: Any
+        self,
+        plan: Plan,
+        args: Any,
+        kwargs: Any,
+        before: list[Any],
+        by_kernel_above: bool,
+        user: Any,
     ) -> None:
         """Enter the writes that an op has done into the ledger.
 
@@ -128,6 +146,12 @@ def _view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> An
         set_excluded(ADINPLACEORVIEW, True)
 
 
+def _detach_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    if not is_excluded(ADINPLACEORVIEW):
+        return op(*args, **kwargs)
+    return _view(mode, plan, op, args, kwargs)
+
+
 def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A composite op that neither writes nor is sure to return a view."""
     set_excluded(ADINPLACEORVIEW, False)
@@ -140,13 +164,7 @@ def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) ->
 def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A view op without an ADInplaceOrView kernel: whatever its kernel does, counters are joined."""
     out = _guarded(mode, plan, op, args, kwargs)
-    outs = out if plan.returns > 1 else (out,)
-    for output in plan.views:
-        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
-        for t in outs[output.index] if output.is_list else (outs[output.index],):
-            for base in bases:
-                if not _is_any(t, bases) and _joinable(t, base):
-                    _torch.as_view_version_only(t, base)
+    _join_views(plan, args, kwargs, out)
     return out
 
 
@@ -175,7 +193,7 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
             if was is not None:
                 torch.autograd.graph.increment_version(t)
     if mode.level:
-        below, user = locate(sys._getframe(2), plan, args, kwargs)
+        _, user = locate(sys._getframe(2), plan, args, kwargs)
         mode.record(plan, args, kwargs, before, False, user)
     return out
 
@@ -206,6 +224,8 @@ def _choose(func: Any) -> tuple[Step | None, Plan]:
         return (_counted_write if counted else _uncounted_write), plan
     if plan.is_composite:
         return _guarded, plan
+    if plan.qualified == "aten::detach":
+        return _detach_view, plan
     if plan.views:
         return (_view if plan.has_native_kernel else _foreign_view), plan
     return (_undeclared if plan.may_alias_undeclared else None), plan
@@ -216,6 +236,17 @@ _steps: dict[Any, tuple[Step | None, Plan]] = {}
 
 
 # ------------------------------------------------------------------------------ helpers
+
+
+def _join_views(plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+    """Give outputs that the schema calls views the counters of their bases."""
+    outs = out if plan.returns > 1 else (out,)
+    for output in plan.views:
+        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
+        for t in outs[output.index] if output.is_list else (outs[output.index],):
+            for base in bases:
+                if _joinable(t, base) and not _is_any(t, bases):
+                    _torch.as_view_version_only(t, base)
 
 
 def _stripped(out: Any, args: Any) -> Any:
@@ -239,9 +270,7 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 def _is_any(t: Any, candidates: Any) -> bool:
-    return any(
-        t is c or (isinstance(c, (list, tuple)) and _is_any(t, c)) for c in candidates
-    )
+    return any(t is c or (isinstance(c, (list, tuple)) and _is_any(t, c)) for c in candidates)
 
 
 def _base_among(t: torch.Tensor, inputs: list[Any]) -> Any:
@@ -250,14 +279,24 @@ def _base_among(t: torch.Tensor, inputs: list[Any]) -> Any:
 
 
 def _joinable(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether t may be given base's counter: it aliases it and has no metadata to lose."""
-    if t.is_inference() or base.is_inference() or t.requires_grad or t._is_view():
+    """Whether t may be given base's counter: it aliases it and has no metadata to lose.
+
+    Of a wrapper's storage nothing can be told, so there the schema is believed.
+    """
+    if not isinstance(t, torch.Tensor) or t.is_inference() or base.is_inference():
         return False
-    return key_of(t) == key_of(base)
+    if t.requires_grad or t._is_view():
+        return False
+    return key_of(t) == key_of(base) or (_is_wrapper(t) and _is_wrapper(base))
 
 
 def _is_wrapper(t: torch.Tensor) -> bool:
     return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _only_plain(types: Any) -> bool:
+    """Whether no subclass takes part: 2.6 names torch.Tensor where C++ asks for a detach."""
+    return all(cls is torch.Tensor for cls in types)
 
 
 def _first_tensor(args: Any) -> int | None:
