@@ -14,12 +14,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .site import Site
+from .site import Place, Site, site_at
 
 #: How many of a storage's last writes are kept in full; all of them are counted.
 WRITES_KEPT = 64
@@ -75,19 +75,46 @@ class Write:
         return self.site.function
 
 
-@dataclass(slots=True)
+# A write as it is kept: making a `Write` costs as much as the op, so that waits until one is asked
+# for. Op, argument, place, thread, versions before and after; then geometry and count.
+_Facts = tuple[str, str, Place, str, int | None, int | None]
+
+
 class Entry:
     """What the ledger knows of one storage.
 
     Attributes:
         anchor: a weak reference to the storage.
         count: how many writes were recorded.
-        writes: the last of them.
+        notes: what a detector (`smuggled.py`) knows of the storage; dies with it.
     """
 
-    anchor: weakref.ref[Any]
-    count: int = 0
-    writes: deque[Write] = field(default_factory=lambda: deque(maxlen=WRITES_KEPT))
+    __slots__ = ("_raw", "anchor", "count", "notes")
+
+    def __init__(self, anchor: weakref.ref[Any]) -> None:
+        self.anchor = anchor
+        self.count = 0
+        self.notes: Any = None
+        self._raw: deque[tuple[_Facts, Any, int]] = deque(maxlen=WRITES_KEPT)
+
+    def append(self, facts: _Facts, geometry: Any) -> None:
+        """Keep the facts of one more write."""
+        self.count = count = self.count + 1
+        self._raw.append((facts, geometry, count))
+
+    @property
+    def writes(self) -> list[Write]:
+        """The last writes, oldest first."""
+        return [_write(*raw) for raw in list(self._raw)]
+
+
+def _write(facts: _Facts, geometry: Any, count: int) -> Write:
+    op, argument, place, thread, before, after = facts
+    region = None
+    if geometry is not None:
+        offset, size, stride, dtype = geometry
+        region = Region(offset, tuple(size), tuple(stride), dtype.itemsize)
+    return Write(op, argument, site_at(place), thread, before, after, region, count)
 
 
 class Ledger:
@@ -121,31 +148,15 @@ class Ledger:
                     entry = self._entries[key] = Entry(weakref.ref(_anchor(t), self._forget(key)))
         return entry
 
-    def record(
-        self,
-        t: torch.Tensor,
-        op: str,
-        argument: str,
-        site: Site,
-        version_before: int | None,
-        version_after: int | None,
-    ) -> Write:
-        """Enter a write to `t`, made by this thread."""
-        entry = self.open(t)
+    def record(self, t: torch.Tensor, facts: _Facts) -> None:
+        """Enter a write to `t`: op, argument, place, thread, versions before and after."""
+        try:
+            entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
+            geometry = (t.storage_offset(), t.size(), t.stride(), t.dtype)
+        except (RuntimeError, NotImplementedError):  # a tensor without storage
+            entry, geometry = self.open(t), None
         with self._lock:
-            entry.count += 1
-            write = Write(
-                op,
-                argument,
-                site,
-                threading.current_thread().name,
-                version_before,
-                version_after,
-                region_of(t),
-                entry.count,
-            )
-            entry.writes.append(write)
-        return write
+            entry.append(facts, geometry)
 
     def count(self, t: torch.Tensor) -> int:
         """How many writes to t's storage are known."""
@@ -155,7 +166,7 @@ class Ledger:
     def writes(self, t: torch.Tensor) -> list[Write]:
         """The last writes to t's storage, oldest first."""
         entry = self.entry(t)
-        return list(entry.writes) if entry is not None else []
+        return entry.writes if entry is not None else []
 
     def _forget(self, key: int) -> Any:
         entries = self._entries
@@ -169,7 +180,8 @@ class Ledger:
 def key_of(t: torch.Tensor) -> int:
     """The address of t's storage, or of t where it has none."""
     try:
-        return t.untyped_storage()._cdata
+        key: int = t.untyped_storage()._cdata
+        return key
     except (RuntimeError, NotImplementedError):
         return id(t)
 
@@ -179,14 +191,6 @@ def _anchor(t: torch.Tensor) -> Any:
         return t.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return t
-
-
-def region_of(t: torch.Tensor) -> Region | None:
-    """The part of its storage that a strided tensor covers now."""
-    try:
-        return Region(t.storage_offset(), tuple(t.size()), tuple(t.stride()), t.element_size())
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 ledger = Ledger()

@@ -96,6 +96,7 @@ class _Active(threading.local):
                 _say_entered_above()
             self.mode.__enter__()
         self.trackers.append(tracker)
+        self.mode.known_aliases.clear()  # each tracker is told
         self._update()
 
     def leave(self, tracker: Tracker) -> None:

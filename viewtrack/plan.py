@@ -110,6 +110,7 @@ class Plan:
         returns: how many outputs the op has.
         views: outputs that view arguments.
         writes: arguments that the op writes.
+        sole_write: the one argument that it writes, if that is one tensor passed by position.
         written: outputs that are written arguments themselves.
         changes_metadata: whether it changes sizes, strides or storage of what it writes.
         has_native_kernel: whether ATen, or its author, gave it an ADInplaceOrView kernel.
@@ -124,6 +125,7 @@ class Plan:
     returns: int
     views: tuple[Output, ...]
     writes: tuple[Argument, ...]
+    sole_write: Argument | None
     written: tuple[Output, ...]
     changes_metadata: bool
     has_native_kernel: bool
@@ -163,6 +165,7 @@ def _make(op: _torch.OpOverload) -> Plan:
         for index, result in enumerate(schema.returns)
         if result.alias_info is not None
     ]
+    writes = tuple(a for a in arguments if a.is_write)
     namespace, _, base_name = schema.name.partition("::")
     return Plan(
         name=f"{namespace}.{base_name}.{schema.overload_name or 'default'}",
@@ -170,7 +173,8 @@ def _make(op: _torch.OpOverload) -> Plan:
         arguments=arguments,
         returns=len(schema.returns),
         views=_related(outputs, arguments, is_write=False),
-        writes=tuple(a for a in arguments if a.is_write),
+        writes=writes,
+        sole_write=_sole(writes),
         written=_related(outputs, arguments, is_write=True),
         changes_metadata=base_name in _INPLACE_METADATA,
         has_native_kernel=_torch.has_native_kernel(qualified),
@@ -179,6 +183,12 @@ def _make(op: _torch.OpOverload) -> Plan:
         may_alias_undeclared=qualified in UNDECLARED_ALIASES
         or namespace not in ("aten", "prim", "prims"),
     )
+
+
+def _sole(writes: tuple[Argument, ...]) -> Argument | None:
+    one = writes[0] if len(writes) == 1 else None
+    plain = one is not None and not (one.kwarg_only or one.is_list or one.is_optional)
+    return one if plain else None
 
 
 def _argument(argument: Any, index: int, letters: dict[str, frozenset[str]]) -> Argument:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -129,18 +128,31 @@ def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
     return None
 
 
-def site_of(frame: FrameType | None, *, in_handler: bool = False, stack: bool = False) -> Site:
-    """Make a `Site` of a frame."""
+# A place is what a `Site` is made of, kept as it is until somebody asks: reading f_lineno walks the
+# line table, which costs more than all the rest.
+Place = tuple[CodeType | None, int, bool, tuple[tuple[str, int, str], ...]]
+
+
+def place_of(frame: FrameType | None, in_handler: bool = False, stack: bool = False) -> Place:
+    """Note where a frame is now."""
     if frame is None:
+        return (None, -1, in_handler, ())
+    return (frame.f_code, frame.f_lasti, in_handler, _stack(frame) if stack else ())
+
+
+def site_at(place: Place) -> Site:
+    """Make a `Site` of a place."""
+    code, lasti, in_handler, stack = place
+    if code is None:
         return UNKNOWN
-    code = frame.f_code
-    return Site(
-        code.co_filename,
-        frame.f_lineno,
-        code.co_name,
-        in_handler,
-        _stack(frame) if stack else (),
-    )
+    return Site(code.co_filename, _line(code, lasti), code.co_name, in_handler, stack)
+
+
+def _line(code: CodeType, lasti: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= lasti < end and line is not None:
+            return line
+    return code.co_firstlineno
 
 
 def caller(depth: int = 1) -> Site:
@@ -152,7 +164,7 @@ def caller(depth: int = 1) -> Site:
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return site_of(frame)
+    return site_at(place_of(frame))
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:

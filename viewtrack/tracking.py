@@ -22,6 +22,7 @@ shallow copy of a tensor, and gives the copy its counter itself.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,12 @@ from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded
 from .info import version
 from .ledger import key_of, ledger
 from .plan import SHARE_UNDECLARED, Argument, Plan, plan_of
-from .site import Site, caller, locate, site_of
+from .site import Site, caller, locate, place_of
 
 Step = Callable[["TrackingMode", Plan, Any, Any, Any], Any]
 
 _detach = TensorBase.detach
+_VIEW = torch.ops.aten.view.default._op
 _mode_stack_len = _torch.mode_stack_len
 
 
@@ -52,8 +54,11 @@ class TrackingMode(_torch.QuietMode):
     def __init__(self, found_alias: Callable[[str, Site], None]) -> None:
         super().__init__()
         self.level = 0
-        self.found_alias = found_alias
+        self._found_alias = found_alias
+        # Ops that were told of already: one report an op, and no frame walk for the next call.
+        self.known_aliases: set[str] = set()
         self._passing: Any = None
+        self._thread = threading.current_thread().name
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,25 +116,25 @@ class TrackingMode(_torch.QuietMode):
             _join_views(plan, args, kwargs, out)
         return out
 
-    def record(
-        self,
-        plan: Plan,
-        args: Any,
-        kwargs: Any,
-        before: list[Any],
-        by_kernel_above: bool,
-        user: Any,
-    ) -> None:
-        """Enter the writes that an op has done into the ledger.
+    def found_alias(self, plan: Plan) -> None:
+        """Tell once that an op returned memory of its argument undeclared."""
+        if plan.name not in self.known_aliases:
+            self.known_aliases.add(plan.name)
+            self._found_alias(plan.name, caller(3))
 
-        A kernel above autograd has yet to move the counters, by one.
+    def record(
+        self, plan: Plan, argument: Argument, t: Any, was: int | None, below: bool, user: Any
+    ) -> None:
+        """Enter the write that an op has done to `t` into the ledger.
+
+        A kernel above autograd, where there is one, has yet to move the counter, by one.
         """
-        site = site_of(user, in_handler=not by_kernel_above, stack=self.level > 1)
-        for (argument, t), was in zip(_written(plan, args, kwargs), before, strict=True):
+        if below or not plan.has_native_kernel:
             now = version(t)
-            if by_kernel_above and now is not None:
-                now += 1
-            ledger.record(t, plan.name, argument.name, site, was, now)
+        else:
+            now = None if was is None else was + 1
+        place = place_of(user, below, self.level > 1)
+        ledger.record(t, (plan.name, argument.name, place, self._thread, was, now))
 
 
 # ------------------------------------------------------------------------------ steps
@@ -141,7 +146,7 @@ def _view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> An
         out = op(*args, **kwargs) if kwargs else op(*args)
         if type(out) is torch.Tensor:
             return _detach(out) if out._is_view() else out
-        return _stripped(out, args)
+        return [_detach(t) if t._is_view() else t for t in out]
     finally:
         set_excluded(ADINPLACEORVIEW, True)
 
@@ -162,7 +167,7 @@ def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) ->
 
 
 def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A view op without an ADInplaceOrView kernel: whatever its kernel does, counters are joined."""
+    """A view op without an ADInplaceOrView kernel; whatever its kernel does, counters are joined."""
     out = _guarded(mode, plan, op, args, kwargs)
     _join_views(plan, args, kwargs, out)
     return out
@@ -171,15 +176,26 @@ def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: An
 def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has an ADInplaceOrView kernel."""
     below, user = locate(sys._getframe(2), plan, args, kwargs)
-    if not mode.level:
-        if not below:
-            return op(*args, **kwargs) if kwargs else op(*args)
-        return _guarded(mode, plan, op, args, kwargs)
-    before = _versions(plan, args, kwargs)
     run = _guarded if below else _plain
+    if not mode.level:
+        return run(mode, plan, op, args, kwargs)
+    sole = plan.sole_write
+    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the lists
+        t = args[sole.index]
+        was = version(t)
+        out = run(mode, plan, op, args, kwargs)
+        mode.record(plan, sole, t, was, below, user)
+        return out
+    written = _written(plan, args, kwargs)
+    before = [version(t) for _, t in written]
     out = run(mode, plan, op, args, kwargs)
-    mode.record(plan, args, kwargs, before, not below, user)
+    for (argument, t), was in zip(written, before, strict=True):
+        mode.record(plan, argument, t, was, below, user)
     return out
+
+
+def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    return op(*args, **kwargs) if kwargs else op(*args)
 
 
 def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -189,13 +205,25 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
     out = _guarded(mode, plan, op, args, kwargs)
     for (argument, t), was in zip(written, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
-        if (argument.is_list or not plan.is_aten) and _is_wrapper(t) and version(t) == was:
-            if was is not None:
-                torch.autograd.graph.increment_version(t)
+        unseen = (argument.is_list or not plan.is_aten) and _is_wrapper(t)
+        if unseen and was is not None and version(t) == was:
+            torch.autograd.graph.increment_version(t)
     if mode.level:
-        _, user = locate(sys._getframe(2), plan, args, kwargs)
-        mode.record(plan, args, kwargs, before, False, user)
+        below, user = locate(sys._getframe(2), plan, args, kwargs)
+        for (argument, t), was in zip(written, before, strict=True):
+            mode.record(plan, argument, t, was, below, user)
     return out
+
+
+def _unsafe_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """`aten._unsafe_view` is `aten.view` that keeps the relation to itself; view costs us less.
+
+    Not where modes below would see another op than was called.
+    """
+    if _mode_stack_len() or kwargs or type(args[0]) is not torch.Tensor:
+        return _undeclared(mode, plan, op, args, kwargs)
+    mode.found_alias(plan)
+    return _view(mode, plan, _VIEW, args, kwargs)
 
 
 def _undeclared(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -206,14 +234,10 @@ def _undeclared(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any)
     for t in _tensors(out):
         base = None if _is_any(t, inputs) else _base_among(t, inputs)
         if base is not None:
-            mode.found_alias(plan.name, caller(3))
+            mode.found_alias(plan)
             if share and _joinable(t, base):
                 _torch.as_view_version_only(t, base)
     return out
-
-
-def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs)
 
 
 def _choose(func: Any) -> tuple[Step | None, Plan]:
@@ -228,6 +252,8 @@ def _choose(func: Any) -> tuple[Step | None, Plan]:
         return _detach_view, plan
     if plan.views:
         return (_view if plan.has_native_kernel else _foreign_view), plan
+    if plan.qualified == "aten::_unsafe_view":
+        return _unsafe_view, plan
     return (_undeclared if plan.may_alias_undeclared else None), plan
 
 
@@ -311,7 +337,3 @@ def _first_tensor(args: Any) -> int | None:
 
 def _written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
     return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
-
-
-def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
-    return [version(t) for _, t in _written(plan, args, kwargs)]
