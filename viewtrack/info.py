@@ -24,14 +24,17 @@ class ViewInfo:
         base: the tensor it views; the root where views are chained. None if it is known to be a
             non-differentiable view of a tensor that has died since.
         is_bw_differentiable: whether gradients flow between the two.
-        is_fw_differentiable: whether tangents flow between the two.
+        is_fw_differentiable: whether tangents flow between the two. Torch does not tell; taken to
+            be so of native views, but for the primal that ``unpack_dual`` took of a tensor with
+            history.
         creation_meta: why in-place ops on it are refused, if they are.
         view_fn: the Python view_fn it was marked with, if any.
         version: its version counter, None for an inference tensor.
         requires_grad: whether it asks for a gradient, by itself or through its base.
         has_grad_fn: whether a gradient that reaches it flows on. A view taken under ``no_grad`` of
             a base that requires grad has `requires_grad` and no grad_fn: it acts as a leaf. None
-            below autograd, where the history cannot be read.
+            where the history cannot be read: below autograd, and where reading it raises (its base
+            was written and creation_meta forbids that, or view_fn raises).
         nbytes: how many bytes its elements take.
         storage_nbytes: how many bytes its storage keeps alive, and a saver would write.
     """
@@ -65,15 +68,16 @@ def view_info(t: torch.Tensor) -> ViewInfo | None:
     if not is_view and mark is None:
         return None
     base = t._base if is_view else mark.base()
+    grad_fn = _grad_fn(t)
     return ViewInfo(
         base=base,
         is_bw_differentiable=is_view,
-        is_fw_differentiable=mark.is_fw_differentiable if mark else not _is_primal(t),
+        is_fw_differentiable=mark.is_fw_differentiable if mark else not _is_primal(grad_fn),
         creation_meta=_torch.creation_meta(t),
         view_fn=mark.view_fn if mark else None,
         version=version(t),
         requires_grad=t.requires_grad,
-        has_grad_fn=None if _torch.below_autograd() else t.grad_fn is not None,
+        has_grad_fn=None if grad_fn is _UNREADABLE else grad_fn is not None,
         nbytes=t.numel() * t.element_size(),
         storage_nbytes=_storage_nbytes(t),
     )
@@ -120,11 +124,22 @@ def with_tracking(fn: Callable[P, R]) -> Callable[P, R]:
     return tracked
 
 
-def _is_primal(t: torch.Tensor) -> bool:
-    """Whether t came from unpack_dual, whose result is a view for backward mode only."""
-    if _torch.below_autograd() or t.grad_fn is None:
-        return False
-    return t.grad_fn.name() == "FwPrimalBackward0"
+_UNREADABLE = object()
+
+
+def _grad_fn(t: torch.Tensor) -> Any:
+    if _torch.below_autograd():
+        return _UNREADABLE
+    try:
+        return t.grad_fn
+    except Exception:  # a stale view, which native refuses or whose view_fn fails, in any way
+        return _UNREADABLE
+
+
+def _is_primal(grad_fn: Any) -> bool:
+    """Whether this is the history of what unpack_dual returns, a view for backward mode only."""
+    name = getattr(grad_fn, "name", None)
+    return name is not None and name() == "torch::autograd::Identity"
 
 
 def _storage_nbytes(t: torch.Tensor) -> int:
