@@ -22,7 +22,7 @@ def state(t):
     return {
         "requires_grad": t.requires_grad,
         "grad_fn": t.grad_fn,
-        "grad": t.grad,
+        "grad": t.grad if t.is_leaf else None,
         "is_view": t._is_view(),
         "base": id(t._base),
         "version": vt.version(t),
