@@ -22,11 +22,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch
 from ._torch import CreationMeta
-from .aliasing import brief, check_fits, check_storage, dims, shares_or_unknown, shares_storage
+from .aliasing import brief, dims, shares_or_unknown, shares_storage
 from .errors import AliasingError, AutogradMetadataError, ViewTrackError
+from .markable import (
+    check_memory,
+    check_metadata,
+    check_tensors,
+    checked_creation_meta,
+    metadata_message,
+)
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
 
+_DEFAULT = CreationMeta.DEFAULT
+# Both leave __torch_function__ to torch.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _WITHOUT_HISTORY = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
 
 
@@ -95,21 +105,24 @@ def mark_as_view(
         ValueError: a creation_meta on a view that is not backward differentiable.
         TypeError: an argument of the wrong type.
     """
-    if not (isinstance(t, torch.Tensor) and isinstance(base, torch.Tensor)):
-        _raise_type("t" if isinstance(base, torch.Tensor) else "base", t, base)
+    if (
+        view_fn is None
+        and creation_meta is _DEFAULT
+        and is_bw_differentiable
+        and is_fw_differentiable
+        and not alias_storage
+        and _is_plain(t, base)
+    ):
+        _mark_plain(t, base)
+        return t
+    check_tensors(t, base)
     if base.is_inference():
         return t
     if view_fn is not None and not callable(view_fn):
         raise TypeError(f"mark_as_view: `view_fn` must be callable, got {type(view_fn).__name__}")
-    if creation_meta is not CreationMeta.DEFAULT:
-        creation_meta = _checked_creation_meta(creation_meta, is_bw_differentiable)
-    _check_metadata(t, base)
-    if not alias_storage:
-        check_storage(t, base)
-        if t.numel() * t.element_size() > t.untyped_storage().nbytes():
-            check_fits(t, base)
-    elif not shares_storage(t, base):
-        check_fits(t, base)
+    creation_meta = checked_creation_meta(creation_meta, is_bw_differentiable)
+    check_metadata(t, base)
+    check_memory(t, base, alias_storage)
     # Marking never looks at storage, so that comes last: whatever raises before left t as it was.
     if is_bw_differentiable and is_fw_differentiable and view_fn is None:
         _mark_strided(t, base, creation_meta)
@@ -141,19 +154,39 @@ def share_version(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------ marking
 
 
+def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether t passes all checks but the native one for metadata, and as_strided expresses it.
+
+    True of most calls. A False only means the long way round, where errors are raised.
+    """
+    try:
+        return (
+            type(t) is torch.Tensor
+            and type(base) in _PLAIN_TYPES
+            and t is not base
+            and t.dtype is base.dtype
+            and not (t.is_conj() or t.is_neg() or base.is_conj() or base.is_neg())
+            and not (t.is_inference() or base.is_inference())
+            and _torch.is_alias_of(t, base)
+            and t.nbytes <= t.untyped_storage().nbytes()
+            and not _torch.torch_function_modes()
+        )
+    except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested
+        return False
+
+
+def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
+    if not torch.is_grad_enabled() or _torch.below_autograd():  # as inference mode is, too
+        _mark_strided(t, base, _DEFAULT)
+        return
+    try:
+        _torch.as_view_strided(t, base)
+    except RuntimeError as error:
+        raise _refined(error, t) from None
+
+
 def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> None:
     plain = t.dtype is base.dtype and t.is_conj() == base.is_conj() and t.is_neg() == base.is_neg()
-    if (
-        plain
-        and creation_meta is CreationMeta.DEFAULT
-        and torch.is_grad_enabled()
-        and not _torch.below_autograd()
-        and not _torch.torch_function_active(base)
-        and not base.is_inference()
-        and not torch.is_inference_mode_enabled()
-    ):
-        _native(_torch.as_view_strided, t, base)  # all that most calls need
-        return
     history = creation_meta not in _WITHOUT_HISTORY
     with _torch.above_autograd(), _torch.no_torch_function(), torch.set_grad_enabled(history):
         relative = base if plain else _relative(t, base)
@@ -188,7 +221,7 @@ def _mark_other(
 def _mark_without_backward(t: torch.Tensor, base: torch.Tensor, is_fw: bool) -> None:
     # Native takes a tensor with metadata here, and drops it.
     if t.grad is not None or _torch.tangent(t) is not None:
-        raise AutogradMetadataError(_metadata_message(t))
+        raise AutogradMetadataError(metadata_message(t))
     tangents = _aliased_tangents(t, base) if is_fw and _torch.forward_ad_level() >= 0 else None
     _torch.as_view_version_only(t, base)
     if tangents is not None:
@@ -216,7 +249,7 @@ def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation
         # Now and not at the next read: check_inplace takes a view without grad_fn for a leaf, and
         # register_hook on a stale one crashes. And first, while t is still untouched.
         with _torch.above_autograd(), torch.enable_grad():
-            out = replay(base)
+            out = replay.checked(base)
     _native(_torch.as_view_with_fn, t, base, replay)
     if history:
         _torch.take_history(t, out)
@@ -235,6 +268,19 @@ class _Replay:
         self.base_like = (base.shape, base.dtype)
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        out = self.checked(base)
+        if _torch.creation_meta(out) is not CreationMeta.IN_CUSTOM_FUNCTION:
+            return out
+        # Double backward through CopySlices writes to what it replayed, and native refuses that of
+        # a custom Function's view; a view marked as t was may be written.
+        view = out.detach()
+        _torch.as_view_with_fn(view, base, self)
+        if out.requires_grad:
+            _torch.take_history(view, out)
+        return view
+
+    def checked(self, base: torch.Tensor) -> torch.Tensor:
+        """view_fn's result, if it is a view such as the one that was marked."""
         out = self.view_fn(base)
         if not isinstance(out, torch.Tensor):
             raise ViewTrackError(
@@ -271,9 +317,13 @@ def _native(mark: Callable[..., None], t: torch.Tensor, *args: Any) -> None:
     try:
         mark(t, *args)
     except RuntimeError as error:
-        if "autograd metadata" not in str(error):
-            raise
-        raise AutogradMetadataError(_metadata_message(t)) from None
+        raise _refined(error, t) from None
+
+
+def _refined(error: RuntimeError, t: torch.Tensor) -> RuntimeError:
+    if "autograd metadata" in str(error):
+        return AutogradMetadataError(metadata_message(t))
+    return error
 
 
 def _propagated(base: torch.Tensor, creation_meta: Any) -> Any:
@@ -303,60 +353,3 @@ def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     if t.is_neg() != view.is_neg():
         view = _torch.neg_view(view)
     return view
-
-
-# ------------------------------------------------------------------------------ checks
-
-
-def _raise_type(name: str, t: object, base: object) -> None:
-    got = type(t if name == "t" else base).__name__
-    raise TypeError(f"mark_as_view: `{name}` must be a torch.Tensor, got {got}")
-
-
-def _checked_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> Any:
-    if not isinstance(creation_meta, CreationMeta):
-        raise TypeError(
-            f"mark_as_view: `creation_meta` must be a viewtrack.CreationMeta, "
-            f"got {type(creation_meta).__name__}"
-        )
-    creation_meta = _torch.canonical(creation_meta)
-    if creation_meta is not CreationMeta.DEFAULT and not is_bw_differentiable:
-        raise ValueError(
-            "mark_as_view: a view that is not backward differentiable must have "
-            "creation_meta=CreationMeta.DEFAULT"
-        )
-    return creation_meta
-
-
-def _check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
-    if t is base:
-        raise ViewTrackError(
-            "mark_as_view: `t` is `base`; a tensor cannot be a view of itself, "
-            "pass another alias, for instance `base.detach()`"
-        )
-    if t.is_inference():
-        raise ViewTrackError(
-            "mark_as_view: `t` is an inference tensor and has no version counter to share; "
-            "make it outside torch.inference_mode()"
-        )
-    if t.requires_grad or t._is_view() or t.grad_fn is not None or t._backward_hooks:
-        raise AutogradMetadataError(_metadata_message(t))
-
-
-def _metadata_message(t: torch.Tensor) -> str:
-    if t._is_view():  # grad_fn is not read: on a stale view that may raise
-        has = "is a view already"
-    elif t.requires_grad:
-        has = f"requires grad ({'a leaf' if t.is_leaf else f'grad_fn {t.grad_fn.name()}'})"
-    elif t.grad is not None:
-        has = "has a `.grad`"
-    elif t._backward_hooks:
-        has = "has hooks"
-    elif _torch.tangent(t) is not None:
-        has = "has a tangent"
-    else:
-        has = "once required grad, or was detached in place"
-    return (
-        f"mark_as_view: `t` ({brief(t)}) already carries autograd metadata: it {has}; "
-        f"pass `t.detach()`, or mark it before autograd sees it"
-    )

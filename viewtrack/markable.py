@@ -1,0 +1,83 @@
+"""Whether a tensor may be marked as a view of another: what `mark_as_view` refuses, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._torch import CreationMeta
+from .aliasing import brief, check_fits, check_storage, shares_storage
+from .errors import AutogradMetadataError, ViewTrackError
+
+
+def check_tensors(t: object, base: object) -> None:
+    """Refuse what is no tensor at all."""
+    for name, value in (("t", t), ("base", base)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"mark_as_view: `{name}` must be a torch.Tensor, got {type(value).__name__}"
+            )
+
+
+def checked_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> Any:
+    """The creation_meta as the member that `is` finds; refuses what native refuses."""
+    if not isinstance(creation_meta, CreationMeta):
+        raise TypeError(
+            f"mark_as_view: `creation_meta` must be a viewtrack.CreationMeta, "
+            f"got {type(creation_meta).__name__}"
+        )
+    creation_meta = _torch.canonical(creation_meta)
+    if creation_meta is not CreationMeta.DEFAULT and not is_bw_differentiable:
+        raise ValueError(
+            "mark_as_view: a view that is not backward differentiable must have "
+            "creation_meta=CreationMeta.DEFAULT"
+        )
+    return creation_meta
+
+
+def check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
+    """Refuse a `t` that is `base`, has no counter, or is known to autograd already."""
+    if t is base:
+        raise ViewTrackError(
+            "mark_as_view: `t` is `base`; a tensor cannot be a view of itself, "
+            "pass another alias, for instance `base.detach()`"
+        )
+    if t.is_inference():
+        raise ViewTrackError(
+            "mark_as_view: `t` is an inference tensor and has no version counter to share; "
+            "make it outside torch.inference_mode()"
+        )
+    if t.requires_grad or t._is_view() or t.grad_fn is not None or t._backward_hooks:
+        raise AutogradMetadataError(metadata_message(t))
+
+
+def check_memory(t: torch.Tensor, base: torch.Tensor, alias_storage: bool) -> None:
+    """Refuse a `t` outside of base's storage, or one that would not fit into it."""
+    if not alias_storage:
+        check_storage(t, base)
+        if t.numel() * t.element_size() > t.untyped_storage().nbytes():
+            check_fits(t, base)
+    elif not shares_storage(t, base):
+        check_fits(t, base)
+
+
+def metadata_message(t: torch.Tensor) -> str:
+    """What autograd metadata t carries, and what to do about it."""
+    if t._is_view():  # grad_fn is not read: on a stale view that may raise
+        has = "is a view already"
+    elif t.requires_grad:
+        has = f"requires grad ({f'grad_fn {t.grad_fn.name()}' if t.grad_fn else 'a leaf'})"
+    elif t.grad is not None:
+        has = "has a `.grad`"
+    elif t._backward_hooks:
+        has = "has hooks"
+    elif _torch.tangent(t) is not None:
+        has = "has a tangent"
+    else:
+        has = "once required grad, or was detached in place"
+    return (
+        f"mark_as_view: `t` ({brief(t)}) already carries autograd metadata: it {has}; "
+        f"pass `t.detach()`, or mark it before autograd sees it"
+    )
