@@ -346,7 +346,7 @@ def tangent(t: torch.Tensor) -> torch.Tensor | None:
     if forward_ad_level() < 0:
         return None
     with above_autograd(), torch.no_grad():
-        dual = torch.autograd.forward_ad.unpack_dual(t)  # type: ignore[no-untyped-call]
+        dual = torch.autograd.forward_ad.unpack_dual(t)
         found: torch.Tensor | None = dual.tangent
         return found
 

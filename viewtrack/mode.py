@@ -32,18 +32,23 @@ class Tracker:
             its schema saying so, by name, the line that first called it.
     """
 
+    #: A mode of its own, for a tracker that wants to be told of every op (`observing.py`).
+    own_mode: TrackingMode | None = None
+
     def __init__(self, record: Record = "site") -> None:
         self.record = record
         self.undeclared_aliases: dict[str, Site] = {}
 
     def __enter__(self) -> Tracker:
-        _active.enter(self)
+        active.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _active.leave(self)
+        active.leave(self)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Run each call of `fn` tracked."""
+
         @functools.wraps(fn)
         def tracked(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
@@ -88,12 +93,13 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
-        self.mode = TrackingMode(self._found_alias)
+        self._plain_mode = self.mode = TrackingMode(self.found_alias)
 
     def enter(self, tracker: Tracker) -> None:
         if not self.trackers:
             if _torch.mode_stack_len():
                 _say_entered_above()
+            self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
         self.trackers.append(tracker)
         self.mode.known_aliases.clear()  # each tracker is told
@@ -109,7 +115,8 @@ class _Active(threading.local):
         if not self.trackers:
             self.mode.__exit__(None, None, None)
 
-    def _found_alias(self, op: str, site: Site) -> None:
+    def found_alias(self, op: str, site: Site) -> None:
+        """Tell the trackers of an op that returned memory of its argument undeclared."""
         log.info("%s returned memory of its argument undeclared, at %s", op, site)
         for tracker in self.trackers:
             tracker.undeclared_aliases.setdefault(op, site)
@@ -118,7 +125,7 @@ class _Active(threading.local):
         self.mode.level = max((_LEVELS[t.record] for t in self.trackers), default=0)
 
 
-_active = _Active()
+active = _Active()
 
 
 @functools.cache

@@ -92,7 +92,7 @@ def locate(
     return False, user
 
 
-_own_handlers = {_OWN + name for name in ("tracking.py", "_torch.py")}
+_own_handlers = {_OWN + name for name in ("tracking.py", "observing.py", "_torch.py")}
 
 
 def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> bool:

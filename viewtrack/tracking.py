@@ -167,7 +167,7 @@ def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) ->
 
 
 def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A view op without an ADInplaceOrView kernel; whatever its kernel does, counters are joined."""
+    """A view op without an ADInplaceOrView kernel: whatever its own kernel does, join counters."""
     out = _guarded(mode, plan, op, args, kwargs)
     _join_views(plan, args, kwargs, out)
     return out
