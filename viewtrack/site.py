@@ -65,7 +65,7 @@ def is_user_file(filename: str) -> bool:
 
 def locate(
     frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
-) -> tuple[bool, FrameType | None]:
+) -> tuple[bool, bool, FrameType | None]:
     """Walk up from `frame`, the caller of a handler of ours.
 
     Args:
@@ -75,41 +75,43 @@ def locate(
         kwargs: its keyword arguments.
 
     Returns:
-        Whether a handler further up issued the op (rather than passed it on from above autograd),
-        and the frame of the user's line that did: in the handler then, else beyond the handlers
-        that passed it on.
+        Whether an ADInplaceOrView kernel above counts the write; whether a handler further up
+        issued the op, rather than passed it on from above autograd; and the frame of the user's
+        line that did: in the handler then, else beyond the handlers that passed it on.
     """
     user: FrameType | None = None
+    counted = plan.has_native_kernel and not plan.is_composite
     while frame is not None:
         code = frame.f_code
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
-            if not _passes_on(frame, code, plan, args, kwargs):
-                return True, user or (frame if is_user_file(code.co_filename) else frame.f_back)
+            above = _passes_on(frame, code, plan, args, kwargs)
+            if above is None:
+                user = user or (frame if is_user_file(code.co_filename) else frame.f_back)
+                return False, True, user
+            # Only the outermost handler has a kernel above it: the others were called below.
+            counted = above.has_native_kernel
             user = None
         elif user is None and is_user_file(code.co_filename):
             user = frame
         frame = frame.f_back
-    return False, user
+    return counted, False, user
 
 
 _own_handlers = {_OWN + name for name in ("tracking.py", "observing.py", "_torch.py")}
 
 
-def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> bool:
-    """Whether the handler in `frame` was given an op that writes the same tensors.
+def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> Plan | None:
+    """The plan of the op that the handler in `frame` was given, if that writes the same tensors.
 
-    Then the ADInplaceOrView kernel above it counts the write, if the handler's own op has one. The
-    handler may write by another op (``add_`` by ``copy_``): one write of the user is one count.
+    The handler may write by another op (``add_`` by ``copy_``): one write of the user is one count.
     """
     given = _given(frame, code)
     if given is None:
-        return False
+        return None
     above, above_args, above_kwargs = plan_of(given[0]), given[1], given[2]
-    if not above.has_native_kernel:
-        return False
-    counted = {id(t) for a in above.writes for t in a.tensors(above_args, above_kwargs)}
+    declared = {id(t) for a in above.writes for t in a.tensors(above_args, above_kwargs)}
     written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
-    return bool(written) and all(id(t) in counted for t in written)
+    return above if written and all(id(t) in declared for t in written) else None
 
 
 def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:

@@ -9,7 +9,8 @@ with one depends on the op's plan:
   above marks what it is handed, and refuses a tensor that carries metadata already;
 * a write whose op has an ADInplaceOrView kernel goes as it is where it comes from above autograd
   (the kernel up there counts it), and runs with ADInplaceOrView on where a handler issued it;
-* a write whose op has none, and any composite op, runs with ADInplaceOrView on. Then it moves the
+* a write whose op has none, and any composite op, runs with ADInplaceOrView on, unless a handler
+  does by it what it was given and a kernel above counts that. Then it moves the
   counters that its inner ops move, which is what happens on stock torch without any mode. Bumping
   what the schema declares instead would be wrong: ``_native_batch_norm_legit`` saves the running
   statistics that it then updates.
@@ -123,17 +124,23 @@ class TrackingMode(_torch.QuietMode):
             self._found_alias(plan.name, caller(3))
 
     def record(
-        self, plan: Plan, argument: Argument, t: Any, was: int | None, below: bool, user: Any
+        self,
+        plan: Plan,
+        argument: Argument,
+        t: Any,
+        was: int | None,
+        located: tuple[bool, bool, Any],
     ) -> None:
         """Enter the write that an op has done to `t` into the ledger.
 
         A kernel above autograd, where there is one, has yet to move the counter, by one.
         """
-        if below or not plan.has_native_kernel:
+        counted, in_handler, user = located
+        if not counted:
             now = version(t)
         else:
             now = None if was is None else was + 1
-        place = place_of(user, below, self.level > 1)
+        place = place_of(user, in_handler, self.level > 1)
         ledger.record(t, (plan.name, argument.name, place, self._thread, was, now))
 
 
@@ -175,8 +182,8 @@ def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: An
 
 def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has an ADInplaceOrView kernel."""
-    below, user = locate(sys._getframe(2), plan, args, kwargs)
-    run = _guarded if below else _plain
+    located = locate(sys._getframe(2), plan, args, kwargs)
+    run = _plain if located[0] else _guarded
     if not mode.level:
         return run(mode, plan, op, args, kwargs)
     sole = plan.sole_write
@@ -184,13 +191,13 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
         t = args[sole.index]
         was = version(t)
         out = run(mode, plan, op, args, kwargs)
-        mode.record(plan, sole, t, was, below, user)
+        mode.record(plan, sole, t, was, located)
         return out
     written = _written(plan, args, kwargs)
     before = [version(t) for _, t in written]
     out = run(mode, plan, op, args, kwargs)
     for (argument, t), was in zip(written, before, strict=True):
-        mode.record(plan, argument, t, was, below, user)
+        mode.record(plan, argument, t, was, located)
     return out
 
 
@@ -202,16 +209,17 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
     """A write whose op has no ADInplaceOrView kernel."""
     written = _written(plan, args, kwargs)
     before = [version(t) for _, t in written]
-    out = _guarded(mode, plan, op, args, kwargs)
+    located = locate(sys._getframe(2), plan, args, kwargs)
+    counted = located[0]
+    out = (_plain if counted else _guarded)(mode, plan, op, args, kwargs)
     for (argument, t), was in zip(written, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
-        unseen = (argument.is_list or not plan.is_aten) and _is_wrapper(t)
+        unseen = (argument.is_list or not plan.is_aten) and _is_wrapper(t) and not counted
         if unseen and was is not None and version(t) == was:
             torch.autograd.graph.increment_version(t)
     if mode.level:
-        below, user = locate(sys._getframe(2), plan, args, kwargs)
         for (argument, t), was in zip(written, before, strict=True):
-            mode.record(plan, argument, t, was, below, user)
+            mode.record(plan, argument, t, was, located)
     return out
 
 
