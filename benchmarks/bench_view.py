@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -26,6 +27,14 @@ def _sides(base: torch.Tensor) -> tuple[Side, Side]:
 @pair("mark_as_view", target=6, note="base without grad")
 def _plain() -> tuple[Side, Side]:
     return _sides(torch.ones(4, 4))
+
+
+@pair("mark_as_view below autograd", target=12, note="as in a handler; against native there")
+def _below() -> tuple[Side, Side]:
+    # The guard that a native Autograd kernel enters before it redispatches.
+    below = torch._C._AutoDispatchBelowAutograd
+    ours, native = _sides(torch.ones(4, 4))
+    return dataclasses.replace(ours, context=below), dataclasses.replace(native, context=below)
 
 
 @pair("mark_as_view, base requires grad", target=6, note="grad_fn is settled at once")

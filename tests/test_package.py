@@ -269,6 +269,12 @@ def test_readme_names_every_public_name():
     assert [name for name in public if not re.search(rf"`(vt\.)?{name}\b", readme)] == []
 
 
+def test_examples_of_the_readme_hold():
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    exec(compile("\n".join(blocks), "README.md", "exec"), {"__name__": "readme"})
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=by_path)
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)", path.read_text())
