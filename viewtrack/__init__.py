@@ -2,6 +2,7 @@
 
 from ._torch import CreationMeta
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
+from .explain import explain
 from .info import ViewInfo, version, view_info, with_tracking
 from .ledger import storage_version
 from .mode import Tracker, track
@@ -17,6 +18,7 @@ __all__ = [
     "Tracker",
     "ViewInfo",
     "ViewTrackError",
+    "explain",
     "mark_as_view",
     "share_version",
     "storage_version",
