@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 def explain(t: torch.Tensor) -> str:
-    """Tell what `t` is a view of, who shares its memory, who wrote to it, and what a write would do.
+    """Tell what `t` is a view of, who shares its memory, who wrote to it, what a write would do.
 
     For reading at a breakpoint. It looks at every object that Python knows to find the aliases, so
     it takes a while in a large program.
