@@ -17,8 +17,10 @@ from types import FrameType, MethodType
 from typing import Any
 
 from . import _torch
+from .site import Place
 
-_NAME = "__torch_dispatch__"
+_HANDLER = "__torch_dispatch__"
+_serials = itertools.count(1)
 
 
 class HandlerCall:
@@ -26,38 +28,37 @@ class HandlerCall:
 
     Attributes:
         mode: the mode.
-        func: the OpOverload that the handler was called for.
+        func: the op that the handler was called for.
         args: its positional arguments.
         kwargs: its keyword arguments.
         outer: the handler call that this one happens in, if any.
         serial: a number of its own; later calls have larger ones.
         has_run: whether `func` itself reached the bottom of the stack during the call.
+        place: the line that called `func`, once somebody has looked.
+        reads: what somebody noted of tensors that the handler read.
     """
 
-    __slots__ = ("args", "func", "has_run", "kwargs", "mode", "outer", "serial")
+    __slots__ = ("args", "func", "has_run", "kwargs", "mode", "outer", "place", "reads", "serial")
 
     def __init__(
-        self, mode: Any, func: Any, args: Any, kwargs: Any, outer: HandlerCall | None, serial: int
+        self, mode: Any, func: Any, args: Any, kwargs: Any, outer: HandlerCall | None
     ) -> None:
         self.mode = mode
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.outer = outer
-        self.serial = serial
+        self.serial = next(_serials)
         self.has_run = False
-
-    @property
-    def keeper(self) -> str:
-        """The name of the mode's class, as a report shows it."""
-        return type(self.mode).__qualname__
+        self.place: Place | None = None
+        self.reads: list[Any] = []
 
 
 class HandlerCalls(threading.local):
     """The handler calls that are running in this thread.
 
     Args:
-        on_return: called with each handler call that returned, and what it returned.
+        returned: called with each handler call that returned, and what it returned.
 
     Attributes:
         innermost: the handler call that was entered last, or None.
@@ -65,8 +66,8 @@ class HandlerCalls(threading.local):
 
     innermost: HandlerCall | None = None
 
-    def __init__(self, on_return: Callable[[HandlerCall, Any], None]) -> None:
-        self.on_return = on_return
+    def __init__(self, returned: Callable[[HandlerCall, Any], None]) -> None:
+        self._returned = returned
 
     def issuer(self, func: Any) -> HandlerCall | None:
         """The handler call that issued `func` itself; None where handlers only passed it on."""
@@ -76,44 +77,45 @@ class HandlerCalls(threading.local):
             call = call.outer
         return call
 
-    def run(self, mode: Any, handler: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call a handler, and note that it is running."""
+    def run(self, mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call the handler of `mode`, and note that it is running."""
         outer = self.innermost
-        call = self.innermost = HandlerCall(mode, func, args, kwargs, outer, next(_serials))
+        call = self.innermost = HandlerCall(mode, func, args, kwargs, outer)
         try:
-            out = handler(mode, func, types, args, kwargs)
+            out = type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
         finally:
             self.innermost = outer
-        self.on_return(call, out)
+        self._returned(call, out)
         if outer is not None and outer.func is func:
-            outer.has_run = True  # it is not the outer handler that kept `func` from running
+            outer.has_run = True  # if it was not run, that is not the outer handler's doing
         return out
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Bracket the handlers of all modes that are entered inside."""
-        enter, leave = _torch.TorchDispatchMode.__enter__, _torch.TorchDispatchMode.__exit__
+        mode_class: Any = _torch.TorchDispatchMode
+        enter, leave = mode_class.__enter__, mode_class.__exit__
 
         def enter_bracketed(mode: Any) -> Any:
-            _bracket(mode, self)
+            _put_bracket(mode, self)
             return enter(mode)
 
         def leave_bracketed(mode: Any, *exc: Any) -> Any:
             try:
                 return leave(mode, *exc)
             finally:
-                _unbracket(mode)
+                _take_bracket(mode)
 
-        setattr(_torch.TorchDispatchMode, "__enter__", enter_bracketed)
-        setattr(_torch.TorchDispatchMode, "__exit__", leave_bracketed)
+        _set(mode_class, enter_bracketed, leave_bracketed)
         try:
             yield
         finally:
-            setattr(_torch.TorchDispatchMode, "__enter__", enter)
-            setattr(_torch.TorchDispatchMode, "__exit__", leave)
+            _set(mode_class, enter, leave)
 
 
-_serials = itertools.count(1)
+def _set(mode_class: Any, enter: Any, leave: Any) -> None:
+    mode_class.__enter__ = enter
+    mode_class.__exit__ = leave
 
 
 class _Bracket:
@@ -121,50 +123,57 @@ class _Bracket:
 
     def __init__(self, calls: HandlerCalls) -> None:
         self.calls = calls
-        self.depth = 1
+        self.depth = 0
 
-    def __call__(
-        self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return self.calls.run(mode, type(mode).__torch_dispatch__, func, types, args, kwargs)
+    def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.calls.run(mode, func, types, args, kwargs)
 
 
-def _bracket(mode: Any, calls: HandlerCalls) -> None:
-    own = vars(mode).get(_NAME)
-    if own is None:
-        if not _torch.is_infra_mode(mode):
-            # A bound method, since C++ refuses a handler that does not belong to the mode. The
-            # cycle that this makes ends when the mode is left.
-            setattr(mode, _NAME, MethodType(_Bracket(calls), mode))
-    elif isinstance(bracket := own.__func__, _Bracket):
+def _put_bracket(mode: Any, calls: HandlerCalls) -> None:
+    if _HANDLER not in vars(mode):
+        # Not ours, nor torch's own machinery: fake tensors, functionalization, tracing.
+        if isinstance(mode, _torch.QuietMode) or mode.is_infra_mode():
+            return
+        # A bound method, since C++ refuses a handler that does not belong to the mode. The cycle
+        # that this makes ends when the mode is left.
+        setattr(mode, _HANDLER, MethodType(_Bracket(calls), mode))
+    bracket = _bracket_of(mode)
+    if bracket is not None:
         bracket.depth += 1
 
 
-def _unbracket(mode: Any) -> None:
-    bracket = getattr(vars(mode).get(_NAME), "__func__", None)
-    if isinstance(bracket, _Bracket):
+def _take_bracket(mode: Any) -> None:
+    bracket = _bracket_of(mode)
+    if bracket is not None:
         bracket.depth -= 1
-        if bracket.depth == 0:
-            delattr(mode, _NAME)
+        if not bracket.depth:
+            delattr(mode, _HANDLER)
 
 
-def beyond(call: HandlerCall, innermost: HandlerCall | None, frame: FrameType) -> FrameType | None:
+def _bracket_of(mode: Any) -> _Bracket | None:
+    bracket = getattr(vars(mode).get(_HANDLER), "__func__", None)
+    return bracket if isinstance(bracket, _Bracket) else None
+
+
+def caller_of(
+    call: HandlerCall, innermost: HandlerCall, frame: FrameType | None
+) -> FrameType | None:
     """The frame that called the op which `call`'s handler was called for.
+
+    Where handlers passed the op on from one to the next, it is the caller of the first.
 
     Args:
         call: a running handler call.
-        innermost: the one entered last.
+        innermost: the one that was entered last.
         frame: a frame inside of it.
     """
     while call.outer is not None and call.outer.func is call.func:
         call = call.outer
-    while True:
-        walked: FrameType | None = frame
-        while walked is not None and walked.f_code is not _Bracket.__call__.__code__:
-            walked = walked.f_back
-        if walked is None or innermost is None:
-            return walked
-        frame = walked.f_back  # type: ignore[assignment]
-        if innermost is call:
-            return frame
-        innermost = innermost.outer
+    passed: HandlerCall | None = innermost
+    while frame is not None and passed is not None:
+        if frame.f_code is _Bracket.__call__.__code__:
+            if passed is call:
+                return frame.f_back
+            passed = passed.outer
+        frame = frame.f_back
+    return None

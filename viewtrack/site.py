@@ -163,10 +163,46 @@ def caller(depth: int = 1) -> Site:
     Args:
         depth: how many frames above the asking function to start.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    return site_at(place_of(user_frame(sys._getframe(depth))))
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The first frame of user code, from `frame` outwards."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return site_at(place_of(frame))
+    return frame
+
+
+def issued_in_handler(
+    frame: FrameType | None, func: Any, args: Any
+) -> tuple[bool, FrameType | None]:
+    """Whether a handler issued an op, or was called for it and passed it on, as it was, from above.
+
+    Args:
+        frame: where to start.
+        func: the OpOverload.
+        args: its positional arguments.
+
+    Returns:
+        Whether a handler did, and the frame of the user's line that the op is from: in the handler
+        if that is user code, else beyond it.
+    """
+    user: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+            given = _given(frame, code)
+            if given is None or given[0] is not func or (args and not _same_first(args, given[1])):
+                return True, user or user_frame(frame)
+            user = None
+        elif user is None and is_user_file(code.co_filename):
+            user = frame
+        frame = frame.f_back
+    return False, user
+
+
+def _same_first(args: Any, given: Any) -> bool:
+    return bool(given) and args[0] is given[0]
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:

@@ -1,0 +1,266 @@
+"""Smuggled tensors that were written before they were used again.
+
+A handler may keep a tensor beyond its call: the result of the op it was called for, or an alias of
+it. Autograd knows nothing of that, so nothing stops the program from overwriting the memory. It is
+harmless as long as the kept tensor is only looked at, and a hazard once a handler answers an op
+with it instead of running the op, as a cache does.
+
+So for each tensor that an op returns while a handler is running it is noted how often its storage
+had been written (the ledger knows), and in which handler call that was. A handler call hands out a
+kept tensor if the op that it was called for was not run in it, and what it returns was made in an
+earlier call and lies in none of its arguments; or if it reads such a tensor, once the result of
+that same op, to make what it returns. Writes that the keeping mode did itself do not count: it
+knows of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .handler_calls import HandlerCall, HandlerCalls, caller_of
+from .ledger import WRITES_KEPT, Entry, Write, ledger
+from .overlap import overlaps, region_of
+from .plan import Plan
+from .site import Place, Site, place_of, site_at, user_frame
+
+# Of how many tensors in one storage it is known when they were made: of the last ones.
+TENSORS_KEPT = 256
+
+# What these return has no content yet: a mode may well hand out memory that it kept.
+_NO_CONTENT = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_permuted",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """A tensor that was kept, then written, then used again.
+
+    Attributes:
+        op: the op whose result was kept, ``aten.mm.default``; empty where that is not known.
+        result: dtype and shape of what was kept, ``f32[2, 3]``.
+        saved: the line that called the op.
+        keeper: who kept it, a class of dispatch modes or a hook; empty where that is not known.
+        writes: the writes that reached it since, oldest first.
+        use: how it was used again.
+        used: the line that led to that.
+    """
+
+    op: str
+    result: str
+    saved: Site
+    keeper: str
+    writes: tuple[Write, ...]
+    use: str
+    used: Site
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an op returned while a handler was running."""
+
+    count: int  # of the writes to its storage at that time
+    serial: int  # of the handler call
+    op: str
+    place: Place
+    keeper: type | None  # the mode whose handler made it itself, beside passing the op on
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that was made in an earlier handler call, and written since."""
+
+    made: _Made
+    result: str
+    writes: tuple[Write, ...]
+    entry: Entry
+
+
+class _Notes:
+    """What is noted of one storage."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, _Made] = {}  # by id of the tensor; a new one at that id is noted anew
+        self.writers: dict[int, type] = {}  # modes whose handlers wrote, by number of the write
+        self.told: set[tuple[str, Site]] = set()  # op and line of writes that made a hazard
+
+    def add_made(self, t: torch.Tensor, made: _Made) -> None:
+        self.made.pop(id(t), None)
+        self.made[id(t)] = made
+        if len(self.made) > TENSORS_KEPT:
+            del self.made[next(iter(self.made))]
+
+    def add_writer(self, count: int, writer: type) -> None:
+        self.writers[count] = writer
+        self.writers.pop(count - WRITES_KEPT, None)
+
+
+class SmuggledTensors:
+    """Finds hazards, told of every op and of every handler call that returns.
+
+    Args:
+        found: called with each hazard.
+        stack: whether the lines of a hazard come with their Python stacks.
+
+    Attributes:
+        calls: the handler calls that are running.
+    """
+
+    def __init__(self, found: Callable[[Hazard], None], *, stack: bool = False) -> None:
+        self.calls = HandlerCalls(self._judge)
+        self._found = found
+        self._stack = stack
+
+    def observe(self, func: Any, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an op that has just run at the bottom of the mode stack."""
+        innermost = self.calls.innermost
+        if innermost is None:
+            return
+        issuer = self.calls.issuer(func)
+        call = issuer or innermost
+        if call.place is None:
+            call.place = self._place(call, innermost)
+        inputs = list(tensors((args, kwargs)))
+        if issuer is not None:
+            for argument in plan.writes:
+                for t in argument.tensors(args, kwargs):
+                    notes_in(ledger.open(t)).add_writer(ledger.count(t), type(issuer.mode))
+            issuer.reads.extend(read for t in inputs if (read := self._kept(t, issuer)) is not None)
+        for t in tensors(out):
+            if not any(t is given for given in inputs):
+                made = _made(t, call, issuer, inputs, innermost.serial)
+                notes_in(ledger.open(t)).add_made(t, made)
+
+    def _judge(self, call: HandlerCall, out: Any) -> None:
+        """Look whether what a handler returned is something it kept, and was written since."""
+        if call.has_run or _has_no_content(call.func):
+            return
+        handed_out = [kept for t in tensors(out) if (kept := self._kept(t, call)) is not None]
+        read = [kept for kept in call.reads if kept.made.op == str(call.func)]
+        for kept in handed_out or read:
+            made = kept.made
+            place = call.place or self._place(call, call)
+            notes_in(kept.entry).told.update((write.op, write.site) for write in kept.writes)
+            self._found(
+                Hazard(
+                    op=made.op,
+                    result=kept.result,
+                    saved=site_at(made.place),
+                    keeper=made.keeper.__qualname__ if made.keeper is not None else "",
+                    writes=kept.writes,
+                    use=f"by {type(call.mode).__qualname__} in place of {call.func}",
+                    used=site_at(place),
+                )
+            )
+
+    def _kept(self, t: torch.Tensor, call: HandlerCall) -> _Kept | None:
+        """What is known of t if it was kept from before `call`, and written since."""
+        entry, made = ledger.entry(t), _made_of(t)
+        if entry is None or made is None or made.serial >= call.serial:
+            return None  # not kept, or not from before
+        if entry.count == made.count:
+            return None
+        if any(ledger.entry(given) is entry for given in tensors((call.args, call.kwargs))):
+            return None
+        own = {made.keeper, type(call.mode)}
+        writes = tuple(
+            write
+            for write in writes_since(entry, made.count, t)
+            if notes_in(entry).writers.get(write.count) not in own
+        )
+        if not writes:
+            return None
+        return _Kept(made, brief(t), writes, entry)
+
+    def _place(self, call: HandlerCall, innermost: HandlerCall) -> Place:
+        frame = user_frame(caller_of(call, innermost, sys._getframe()))
+        return place_of(frame, stack=self._stack)
+
+
+def _made(
+    t: torch.Tensor,
+    call: HandlerCall,
+    issuer: HandlerCall | None,
+    inputs: list[torch.Tensor],
+    serial: int,
+) -> _Made:
+    op, place, keeper = str(call.func), call.place, None
+    if issuer is not None:
+        keeper = type(issuer.mode)
+        entry = ledger.entry(t)
+        for given in inputs:  # an alias: what counts is where its base came from
+            base = _made_of(given)
+            if base is not None and ledger.entry(given) is entry:
+                op, place = base.op, base.place
+                break
+    if place is None:
+        place = place_of(None)
+    return _Made(ledger.count(t), serial, op, place, keeper)
+
+
+def _made_of(t: torch.Tensor) -> _Made | None:
+    entry = ledger.entry(t)
+    return notes_in(entry).made.get(id(t)) if entry is not None else None
+
+
+def notes_in(entry: Entry) -> _Notes:
+    """The notes in a ledger entry, made if need be."""
+    if entry.notes is None:
+        entry.notes = _Notes()
+    notes: _Notes = entry.notes
+    return notes
+
+
+def is_told(entry: Entry, writes: Iterable[Write]) -> bool:
+    """Whether a hazard that lies in the same writes to this storage was found before.
+
+    A cache hands out a tensor that was written, the recompute saves it for backward: that is one
+    hazard and not two.
+    """
+    return {(write.op, write.site) for write in writes} <= notes_in(entry).told
+
+
+def writes_since(entry: Entry, count: int, t: torch.Tensor) -> list[Write]:
+    """The known writes after the first `count`, so far as they reached the memory of `t`."""
+    region = region_of(t)
+    return [w for w in entry.writes if w.count > count and overlaps(w.region, region)]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def brief(t: torch.Tensor) -> str:
+    """Dtype and shape of t in the short form of a dump, ``f32[2, 3]``."""
+    dtype = str(t.dtype).removeprefix("torch.")
+    return _DTYPE.sub(lambda kind: _SHORT[kind[0]], dtype) + str(list(t.shape))
+
+
+_SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "int": "i", "uint": "u"}
+_DTYPE = re.compile(r"^(bfloat|float|complex|uint|int)(?=\d)")
+
+
+def _has_no_content(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.name in _NO_CONTENT
