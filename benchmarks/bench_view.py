@@ -29,7 +29,7 @@ def _plain() -> tuple[Side, Side]:
     return _sides(torch.ones(4, 4))
 
 
-@pair("mark_as_view below autograd", target=12, note="as in a handler; against native there")
+@pair("mark_as_view below autograd", target=10, note="as in a handler; against native there")
 def _below() -> tuple[Side, Side]:
     # The guard that a native Autograd kernel enters before it redispatches.
     below = torch._C._AutoDispatchBelowAutograd

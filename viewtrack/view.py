@@ -176,11 +176,16 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
-    if not torch.is_grad_enabled() or _torch.below_autograd():  # as inference mode is, too
+    below = _torch.below_autograd()  # as inference mode is, too
+    if not torch.is_grad_enabled() or (below and torch.is_inference_mode_enabled()):
         _mark_strided(t, base, _DEFAULT)
         return
     try:
-        _torch.as_view_strided(t, base)
+        if below:
+            with _torch.above_autograd():
+                _torch.as_view_strided(t, base)
+        else:
+            _torch.as_view_strided(t, base)
     except RuntimeError as error:
         raise _refined(error, t) from None
 
