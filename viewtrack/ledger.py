@@ -103,6 +103,11 @@ class Entry:
         self._raw.append((facts, geometry, count))
 
     @property
+    def last_place(self) -> Place | None:
+        """Where the last write came from."""
+        return self._raw[-1][0][2] if self._raw else None
+
+    @property
     def writes(self) -> list[Write]:
         """The last writes, oldest first."""
         return [_write(*raw) for raw in list(self._raw)]

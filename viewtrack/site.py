@@ -87,7 +87,8 @@ def locate(
             above = _passes_on(frame, code, plan, args, kwargs)
             if above is None:
                 user = user or (frame if is_user_file(code.co_filename) else frame.f_back)
-                return False, True, user
+                again_above = _is_subclass_handler(frame, code) and _torch.in_reentrant_dispatch()
+                return again_above and counted, not again_above, user
             # Only the outermost handler has a kernel above it: the others were called below.
             counted = above.has_native_kernel
             user = None
@@ -112,6 +113,11 @@ def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: 
     declared = {id(t) for a in above.writes for t in a.tensors(above_args, above_kwargs)}
     written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
     return above if written and all(id(t) in declared for t in written) else None
+
+
+def _is_subclass_handler(frame: FrameType, code: CodeType) -> bool:
+    """Whether the handler is a class's: a mode's cannot go above autograd again."""
+    return code.co_argcount > 0 and isinstance(frame.f_locals.get(code.co_varnames[0]), type)
 
 
 def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
@@ -174,14 +180,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def issued_in_handler(
-    frame: FrameType | None, func: Any, args: Any
+    frame: FrameType | None, plan: Plan, args: Any = ()
 ) -> tuple[bool, FrameType | None]:
     """Whether a handler issued an op, or was called for it and passed it on, as it was, from above.
 
     Args:
         frame: where to start.
-        func: the OpOverload.
-        args: its positional arguments.
+        plan: the plan of the op.
+        args: its positional arguments; without any, the handler's op alone decides.
 
     Returns:
         Whether a handler did, and the frame of the user's line that the op is from: in the handler
@@ -192,7 +198,7 @@ def issued_in_handler(
         code = frame.f_code
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
             given = _given(frame, code)
-            if given is None or given[0] is not func or (args and not _same_first(args, given[1])):
+            if given is None or plan_of(given[0]) is not plan or not _same_first(args, given[1]):
                 return True, user or user_frame(frame)
             user = None
         elif user is None and is_user_file(code.co_filename):
@@ -202,7 +208,7 @@ def issued_in_handler(
 
 
 def _same_first(args: Any, given: Any) -> bool:
-    return bool(given) and args[0] is given[0]
+    return not args or (bool(given) and args[0] is given[0])
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
