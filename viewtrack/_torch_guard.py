@@ -1,0 +1,92 @@
+"""Private torch that only the guard needs: its own selective checkpointing, and saved-tensor hooks.
+
+The second part of `_torch.py`, under the same rules: every name is checked by
+`tests/test_torch_contract.py`, and was tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as _checkpoint
+
+from ._torch import OpOverload, TorchDispatchMode
+
+__all__ = [
+    "POLICY_IN_FORWARD_ONLY",
+    "CachedMode",
+    "CachingMode",
+    "cache_key",
+    "is_compiling",
+    "no_torch_dispatch",
+    "top_saved_tensors_hooks",
+    "user_saved_tensors_hooks",
+]
+
+no_torch_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+"""Switch off __torch_dispatch__ of modes and subclasses inside, and autograd with it."""
+
+POLICY_IN_FORWARD_ONLY = (
+    "op_output" in inspect.signature(_checkpoint.SelectiveCheckpointContext.__init__).parameters
+)
+"""How torch's selective checkpointing finds an op's entry again.
+
+From 2.13 on the policy is asked in the forward only, after the op, and entries are found by index.
+Before, it is asked before the op in both passes, and entries are taken from a queue.
+"""
+
+
+class CachingMode(_checkpoint._CachingTorchDispatchMode):
+    """The class that torch looks for in a context_fn's pair, to hand it its options.
+
+    Torch shall not wrap the handler; see `_torch.QuietMode`.
+    """
+
+    def __init__(self) -> None:
+        # Not the parent's own, whose signature differs over versions.
+        TorchDispatchMode.__init__(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class CachedMode(_checkpoint._CachedTorchDispatchMode):
+    """The counterpart of `CachingMode` in recompute."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is tracing here, as torch's checkpoint asks it."""
+    return bool(_checkpoint._is_compiling(None, (), {}))
+
+
+def cache_key(func: Any, args: Any) -> Any:
+    """Under what torch's selective checkpointing files the result of a higher-order op.
+
+    From 2.13 on each compiled region has a queue of its own; see pytorch issue 175258.
+    """
+    key = getattr(_checkpoint, "_sac_storage_key", None)
+    return func if key is None or isinstance(func, OpOverload) else key(func, args)
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The pair of saved-tensor hooks that a tensor saved now would meet; None before 2.7."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def user_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The same without checkpoint's own; None before 2.14, where nothing asks for it."""
+    ask = getattr(_checkpoint, "_current_user_saved_tensors_hooks", None)
+    return None if ask is None else ask()

@@ -1,0 +1,317 @@
+"""Watching tensors that somebody keeps: which writes reached them since.
+
+A `Watch` is laid on a kept tensor. Modes that see a write to its storage note it there, with its
+line, if it reached the kept bytes. Writes that no mode saw still move the version counter, which
+the kept tensor shares; so the watch keeps account of how far the counter has come by writes that
+were noted, and the rest was written unseen. Where a later version is lower than an earlier one the
+writes in between were taken back (``torch.autograd._unsafe_preserve_version_counter``), and they do
+not count.
+
+A kept tensor that does not fill its storage may have neighbours there, and of an unseen write it
+cannot be told whom it reached. There the watch keeps a fingerprint of the bytes, and asks it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _torch
+from .errors import MutatedTensorError
+from .fingerprint import fingerprint, same_bytes
+from .info import version
+from .ledger import Region, Write, key_of
+from .overlap import overlaps, region_of
+from .plan import Plan
+from .site import UNKNOWN, Place, Site, site_at
+
+#: How many writes that reached a kept tensor are kept in full, the first ones; all are counted.
+WRITES_KEPT = 32
+_ALIASES_KEPT = 16
+
+UNSEEN = "an op that no mode saw"
+RAW = "no op that PyTorch saw"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where a kept tensor comes from.
+
+    Attributes:
+        op: the op that made it, ``aten.mm.default``, or the label that it was saved under.
+        dtype: its dtype.
+        shape: its shape.
+        place: where the line that saved it is; `site` makes it readable.
+    """
+
+    op: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def site(self) -> Site:
+        """The line that saved it."""
+        return site_at(self.place)
+
+    @property
+    def filename(self) -> str:
+        """The file of the line that saved it."""
+        return self.site.filename
+
+    @property
+    def lineno(self) -> int:
+        """The line that saved it."""
+        return self.site.lineno
+
+    @property
+    def function(self) -> str:
+        """The function of the line that saved it."""
+        return self.site.function
+
+
+class Watch:
+    """Watches one kept tensor until it is released, or dies.
+
+    Args:
+        t: what is kept. Its storage must outlive the watch, or `release` be called when it dies.
+        op: the op that made it, or a label.
+        place: the line that saved it.
+        content: whether bytes decide, and not writes.
+        counter: a tensor that shares t's version counter and is kept instead of t.
+
+    Attributes:
+        tensor: `counter`, or `t`.
+        forbidden: whether a write to it shall raise before it is done.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_aliases",
+        "_content",
+        "_digest",
+        "_key",
+        "_last",
+        "_last_write",
+        "_more",
+        "_op",
+        "_place",
+        "_reached",
+        "_region",
+        "_shape",
+        "forbidden",
+        "tensor",
+    )
+
+    def __init__(
+        self,
+        t: torch.Tensor,
+        op: str,
+        place: Place,
+        *,
+        content: bool = False,
+        counter: torch.Tensor | None = None,
+    ) -> None:
+        self.tensor = t if counter is None else counter
+        self.forbidden = False
+        self._op = op
+        self._place = place
+        self._shape = (t.dtype, t.size())
+        self._last = version(t)
+        self._last_write: tuple[str, Site] | None = None
+        self._reached: list[tuple[Write, int | None]] | None = None
+        self._aliases: dict[Any, str] | None = None
+        self._more = 0
+        self._content = content
+        self._digest: Any = None
+        self._region = region = region_of(t)
+        if content or (region is not None and not _fills(t)):
+            self._digest = fingerprint(t)
+        self._key = key = key_of(t)
+        watched[key] = (*watched.get(key, ()), weakref.ref(self))
+
+    def __del__(self) -> None:
+        self.release()
+
+    @property
+    def key(self) -> int:
+        """The key of the storage it watches."""
+        return self._key
+
+    @property
+    def region(self) -> Region | None:
+        """The part of the storage that it watches."""
+        return self._region
+
+    @property
+    def saved(self) -> Saved:
+        """The record of what is kept."""
+        dtype, shape = self._shape
+        return Saved(self._op, dtype, tuple(shape), self._place)
+
+    def release(self) -> None:
+        """Stop watching."""
+        with _lock:
+            left = tuple(ref for ref in watched.get(self._key, ()) if ref() not in (self, None))
+            if left:
+                watched[self._key] = left
+            else:
+                watched.pop(self._key, None)
+
+    def note(self, write: Write, before: int | None, after: int | None, reached: bool) -> None:
+        """Take account of a write to the storage, that moved the kept counter so."""
+        if after is not None and before is not None and self._last is not None:
+            # An op that writes several views of one storage is noted once for each.
+            if after != self._last or self._last_write != (write.op, write.site):
+                self._catch_up(before)
+            self._last, self._last_write = after, (write.op, write.site)
+        if reached:
+            self._add(write, None if before == after else after)
+
+    def through(self, region: Region | None) -> str | None:
+        """The view op that made an alias of this geometry, if one was seen."""
+        return self._aliases.get(region) if self._aliases else None
+
+    def add_alias(self, t: torch.Tensor, op: str) -> None:
+        """Note the view op that made an alias of the kept tensor."""
+        if self._aliases is None:
+            self._aliases = {}
+        if len(self._aliases) < _ALIASES_KEPT:
+            self._aliases.setdefault(region_of(t), op)
+
+    def writes(self, t: torch.Tensor | None = None) -> tuple[list[Write], int]:
+        """What reached the kept bytes, in order, and how many more writes were not kept in full.
+
+        Args:
+            t: the kept tensor, where the watch keeps a counter only; without it bytes are not
+                looked at.
+        """
+        with _lock:
+            now = version(self.tensor)
+            if now is not None and self._last is not None:
+                self._catch_up(now)
+            found = [write for write, _ in self._reached or ()]
+            more = self._more
+        seen = [write for write in found if write.op != UNSEEN]
+        t = self.tensor if t is None else t
+        if self._digest is None or (seen and not self._content):
+            return found, more
+        if same_bytes(fingerprint(t), self._digest):
+            return [], 0
+        return found or [Write(RAW, "", UNKNOWN, "", now, now, None, 0)], more
+
+    def _catch_up(self, now: int) -> None:
+        """Account for what happened to the counter since the last noted write."""
+        last = self._last
+        if last is None or now == last:
+            return
+        if now < last:
+            self._reached = [item for item in self._reached or () if (item[1] or 0) <= now]
+        else:
+            self._add(Write(UNSEEN, "", UNKNOWN, "", last, now, None, 0), now)
+        self._last = now
+
+    def _add(self, write: Write, moved_to: int | None) -> None:
+        if self._reached is None:
+            self._reached = []
+        if len(self._reached) < WRITES_KEPT:
+            self._reached.append((write, moved_to))
+        else:
+            self._more += 1
+
+
+watched: dict[int, tuple[weakref.ref[Watch], ...]] = {}
+"""The living watches by the key of the storage they watch."""
+
+_lock = threading.RLock()
+
+
+def _fills(t: torch.Tensor) -> bool:
+    """Whether no byte of the storage lies outside of t."""
+    return t.numel() * t.element_size() >= t.untyped_storage().nbytes()
+
+
+def watches_on(t: Any) -> list[Watch]:
+    """The watches on t's storage."""
+    return [w for ref in watched.get(key_of(t), ()) if (w := ref()) is not None]
+
+
+def is_watched(plan: Plan, args: Any, kwargs: Any) -> bool:
+    """Whether an op is about to write to a watched storage.
+
+    Raises:
+        MutatedTensorError: the write would reach a tensor that is protected.
+    """
+    found = False
+    for argument in plan.writes:
+        for t in argument.tensors(args, kwargs):
+            if key_of(t) in watched:
+                found = True
+                if not plan.changes_metadata:
+                    _refuse_forbidden(t, plan, argument.name)
+    return found
+
+
+def _refuse_forbidden(t: torch.Tensor, plan: Plan, argument: str) -> None:
+    region = region_of(t)
+    for watch in watches_on(t):
+        if watch.forbidden and overlaps(watch.region, region):
+            saved = watch.saved
+            raise MutatedTensorError(
+                f"`{plan.name}({argument})` would write to {saved.op}, protected at {saved.site}; "
+                f"nothing has been mutated yet. Write to a `.clone()`, or outside of `protect`",
+                saved=saved,
+            )
+
+
+def note_write(
+    t: torch.Tensor,
+    plan: Plan,
+    facts: tuple[str, str, Place, str, int | None, int | None],
+    counted: bool,
+) -> None:
+    """Note a write that was done to `t` with the watches on its storage.
+
+    Args:
+        t: what was written.
+        plan: the plan of the op that wrote it.
+        facts: op, argument, place, thread, versions before and after.
+        counted: whether a kernel above has yet to move the counter, by one.
+    """
+    if key_of(t) not in watched:
+        return
+    op, argument, place, thread, before, after = facts
+    # A change of sizes, strides or storage leaves every byte where it is.
+    region = None if plan.changes_metadata else region_of(t)
+    write = Write(op, argument, site_at(place), thread, before, after, region, 0)
+    moved = 0 if before is None or after is None else after - before
+    with _lock:
+        for watch in watches_on(t):
+            reached = not plan.changes_metadata and overlaps(watch.region, region)
+            now = version(watch.tensor)
+            if now is not None and moved and _share_a_counter(t, watch.tensor):
+                end = now + moved if counted else now
+                watch.note(write, end - moved, end, reached)
+            else:
+                watch.note(write, now, now, reached)
+
+
+def _share_a_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    was = version(a)
+    if was is None or was != version(b):
+        return False
+    # Nothing tells whose counter it is but moving it, and back.
+    torch.autograd.graph.increment_version(a)
+    shared = version(b) != was
+    _torch.set_version(a, was)
+    return shared
+
+
+def is_allowed(write: Write, allowed: Iterable[str]) -> bool:
+    """Whether a write is by one of some ops, named with or without their overload."""
+    return any(write.op == name or write.op.rpartition(".")[0] == name for name in allowed)
