@@ -147,12 +147,22 @@ def plan_of(op: _torch.OpOverload) -> Plan:
     # Keyed by the builtin in it: hashing an OpOverload runs Python.
     plan = _plans.get(op._op)
     if plan is None:
-        plan = _plans[op._op] = _make(op)
+        plan = _plans[op._op] = plan_of_schema(op._schema)
     return plan
 
 
-def _make(op: _torch.OpOverload) -> Plan:
-    schema = op._schema
+caches: list[dict[Any, Any]] = [_plans]
+"""Whatever is kept for each op, by the builtin in it."""
+
+
+def forget(op: _torch.OpOverload) -> None:
+    """Plan an op anew when it comes next: it was given an ADInplaceOrView kernel."""
+    for cache in caches:
+        cache.pop(op._op, None)
+
+
+def plan_of_schema(schema: Any) -> Plan:
+    """The plan of a FunctionSchema, of an op that need not exist yet."""
     qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
     letters, returned = _letters(str(schema))
     arguments = tuple(
@@ -219,7 +229,7 @@ def _related(
     )
 
 
-_ARGUMENT = re.compile(r"Tensor\(([^()]*)\)[\[\]?\d]* (\w+)")
+_ARGUMENT = re.compile(r"Tensor\??\(([^()]*)\)[\[\]?\d]* (\w+)")
 _RESULT = re.compile(r"(\w+)(?:\(([^()]*)\))?[\[\]?\d]*")
 
 
