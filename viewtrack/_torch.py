@@ -13,6 +13,7 @@ a tensor of our choice makes the native kernel mark *that* tensor, in place (`an
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -57,18 +58,47 @@ set_excluded: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_ex
 is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
 """Whether this thread excludes a dispatch key."""
 
-carrier_key = _C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
-"""A key above Autograd that nothing in torch uses, to give `_Carrier` tensors a kernel of ours."""
+# A key above Autograd that nothing in torch uses, to give `_Carrier` tensors a kernel of ours.
+_CARRIER = "TESTING_ONLY_GenericWrapper"
 
+
+def _keys(*names: str) -> Any:
+    keys = (_C.DispatchKeySet(_C._parse_dispatch_key(name)) for name in names)
+    return functools.reduce(operator.or_, keys)
+
+
+_AUTOGRAD = _keys("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+_ADINPLACEORVIEW = _keys("ADInplaceOrView")
+_NONE = _AUTOGRAD - _AUTOGRAD
 # What a Python key handler, or an Autograd kernel, excludes and a call from user code does not.
-_BELOW_AUTOGRAD = functools.reduce(
-    lambda keys, name: keys | _C.DispatchKeySet(getattr(DispatchKey, name)),
-    (
-        *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
-        *("Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot"),
-    ),
-    _C.DispatchKeySet(carrier_key),
+_BELOW_AUTOGRAD = _keys(
+    *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
+    *("Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", _CARRIER),
 )
+
+
+# Below Python, since the dispatcher excludes all keys above it before it calls a handler.
+_HANDLER_MARK = _C._parse_dispatch_key("FPGA")
+
+
+@contextmanager
+def marked_as_handler() -> Iterator[None]:
+    """Mark this thread's dispatch state as that of a handler, by a key that nothing in torch uses.
+
+    ``torch.overrides.enable_reentrant_dispatch`` restores the state from before the handler, and
+    the mark goes with it: that is how `in_reentrant_dispatch` tells.
+    """
+    was = is_excluded(_HANDLER_MARK)
+    set_excluded(_HANDLER_MARK, True)
+    try:
+        yield
+    finally:
+        set_excluded(_HANDLER_MARK, was)
+
+
+def in_reentrant_dispatch() -> bool:
+    """Whether a handler that `marked_as_handler` ran for has gone above autograd again."""
+    return not is_excluded(_HANDLER_MARK)
 
 
 def below_autograd() -> bool:
@@ -90,35 +120,23 @@ def inplace_or_view() -> Iterator[None]:
         set_excluded(ADINPLACEORVIEW, was)
 
 
-@contextmanager
-def only_inplace_or_view() -> Iterator[None]:
+def only_inplace_or_view() -> AbstractContextManager[None]:
     """Let ADInplaceOrView kernels run inside, and no Autograd kernel."""
-    # Two values by hand and not `_AutoDispatchBelowAutograd`, whose class differs over versions.
-    with _exclusion({AUTOGRAD: True, DispatchKey.AutogradOther: True,
-                     DispatchKey.AutogradNestedTensor: True, ADINPLACEORVIEW: False,
-                     carrier_key: True}):  # fmt: skip
-        yield
+    return _exclusion(_AUTOGRAD | _keys(_CARRIER), _ADINPLACEORVIEW)
 
 
 def above_autograd() -> AbstractContextManager[None]:
     """Dispatch inside as user code does, whatever handler or kernel we are called from."""
-    # One guard for all keys: setting them one by one takes six times as long.
-    include = _C._dispatch_tls_local_include_set()
-    exclude = _C._dispatch_tls_local_exclude_set() - _BELOW_AUTOGRAD
-    guard: AbstractContextManager[None] = _C._ForceDispatchKeyGuard(include, exclude)
+    return _exclusion(_NONE, _BELOW_AUTOGRAD)
+
+
+def _exclusion(add: Any, remove: Any) -> AbstractContextManager[None]:
+    """Change what is excluded by one guard; one call for each key would take six times as long."""
+    exclude = (_C._dispatch_tls_local_exclude_set() - remove) | add
+    guard: AbstractContextManager[None] = _C._ForceDispatchKeyGuard(
+        _C._dispatch_tls_local_include_set(), exclude
+    )
     return guard
-
-
-@contextmanager
-def _exclusion(wanted: dict[Any, bool]) -> Iterator[None]:
-    before = {key: is_excluded(key) for key in wanted}
-    try:
-        for key, value in wanted.items():
-            set_excluded(key, value)
-        yield
-    finally:
-        for key, value in before.items():
-            set_excluded(key, value)
 
 
 def has_native_kernel(name: str) -> bool:
@@ -246,7 +264,7 @@ def set_tangent(t: torch.Tensor, tangent: torch.Tensor) -> None:
     Relies on the Autograd kernel of _make_dual; its ADInplaceOrView kernel must not run, since t
     may carry metadata.
     """
-    with above_autograd(), _exclusion({ADINPLACEORVIEW: True}):
+    with _exclusion(_ADINPLACEORVIEW, _BELOW_AUTOGRAD):
         answering(_MAKE_DUAL, t, _MAKE_DUAL, t, tangent, 0)
 
 
@@ -256,7 +274,7 @@ def take_history(t: torch.Tensor, out: torch.Tensor) -> None:
     Relies on the Autograd kernel of alias, whose ``set_history`` keeps t's view metadata and counts
     the grad_fn as fresh; its ADInplaceOrView kernel must not run, since t is a view already.
     """
-    with above_autograd(), _exclusion({ADINPLACEORVIEW: True}):
+    with _exclusion(_ADINPLACEORVIEW, _BELOW_AUTOGRAD):
         answering(_ALIAS, t, _ALIAS, out)
 
 
@@ -320,6 +338,11 @@ def is_functorch_wrapped(t: torch.Tensor) -> bool:
     return bool(_C._functorch.is_functorch_wrapped_tensor(t))
 
 
+def has_python_key(t: torch.Tensor) -> bool:
+    """Whether t's ops go to a __torch_dispatch__ of its class: a wrapper has no memory, often."""
+    return bool(_C._dispatch_keys(t).has(DispatchKey.Python))
+
+
 def neg_view(t: torch.Tensor) -> torch.Tensor:
     """The lazily negated view of t."""
     return torch._neg_view(t)
@@ -368,7 +391,7 @@ class _Carrier(torch.Tensor):
     @staticmethod
     def __new__(cls, replay: Callable[[torch.Tensor], torch.Tensor]) -> _Carrier:
         self: _Carrier = torch.Tensor._make_wrapper_subclass(
-            cls, (0,), dtype=torch.int64, _extra_dispatch_keys=_C.DispatchKeySet(carrier_key)
+            cls, (0,), dtype=torch.int64, _extra_dispatch_keys=_keys(_CARRIER)
         )
         self.replay = replay
         return self
@@ -392,7 +415,7 @@ _libraries: list[torch.library.Library] = []
 
 def _register_replay() -> None:
     lib = torch.library.Library("aten", "IMPL")
-    lib.impl("_nested_view_from_buffer", _replay, "TESTING_ONLY_GenericWrapper")
+    lib.impl("_nested_view_from_buffer", _replay, _CARRIER)
     _libraries.append(lib)
 
 
@@ -408,3 +431,14 @@ def as_view_with_fn(
     carrier = _Carrier(replay)
     with only_inplace_or_view():
         answering(_NESTED_VIEW, t, _NESTED_VIEW, base, carrier, carrier, carrier)
+
+
+# ------------------------------------------------------------------------------ torch's op tests
+
+
+def op_database() -> list[Any]:
+    """Torch's OpInfo database with its foreach entries; importing it needs numpy and expecttest."""
+    from torch.testing._internal import common_methods_invocations as invocations
+
+    foreach = (getattr(invocations, n) for n in dir(invocations) if n.endswith("_op_db"))
+    return [*invocations.op_db, *(op for entries in foreach for op in entries)]

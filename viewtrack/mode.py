@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Literal, ParamSpec, TypeVar
 
 from . import _torch
@@ -92,6 +93,7 @@ class _Active(threading.local):
     """The trackers that are active in a thread. One mode acts for all of them."""
 
     def __init__(self) -> None:
+        self._on_leaving = ExitStack()
         self.trackers: list[Tracker] = []
         self._plain_mode = self.mode = TrackingMode(self.found_alias)
 
@@ -99,6 +101,8 @@ class _Active(threading.local):
         if not self.trackers:
             if _torch.mode_stack_len():
                 _say_entered_above()
+            if _torch.below_autograd():
+                self._on_leaving.enter_context(_torch.marked_as_handler())
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
         self.trackers.append(tracker)
@@ -114,6 +118,7 @@ class _Active(threading.local):
         self._update()
         if not self.trackers:
             self.mode.__exit__(None, None, None)
+            self._on_leaving.close()
 
     def found_alias(self, op: str, site: Site) -> None:
         """Tell the trackers of an op that returned memory of its argument undeclared."""

@@ -33,8 +33,9 @@ from . import _torch
 from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded
 from .info import version
 from .ledger import key_of, ledger
-from .plan import SHARE_UNDECLARED, Argument, Plan, plan_of
-from .site import Site, caller, locate, place_of
+from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
+from .site import Site, issued_in_handler, locate, place_of, site_at
+from .watch import is_watched, note_write, watched
 
 Step = Callable[["TrackingMode", Plan, Any, Any, Any], Any]
 
@@ -97,7 +98,8 @@ class TrackingMode(_torch.QuietMode):
         self._passing = (func, _first_tensor(args))
         _torch.push_mode(self)
         try:
-            return self._run_subclass(step, plan, func._op, args, kwargs)
+            with _torch.marked_as_handler():
+                return self._run_subclass(step, plan, func._op, args, kwargs)
         finally:
             _torch.pop_mode()
             self._passing = None
@@ -121,7 +123,8 @@ class TrackingMode(_torch.QuietMode):
         """Tell once that an op returned memory of its argument undeclared."""
         if plan.name not in self.known_aliases:
             self.known_aliases.add(plan.name)
-            self._found_alias(plan.name, caller(3))
+            _, user = issued_in_handler(sys._getframe(3), plan)
+            self._found_alias(plan.name, site_at(place_of(user)))
 
     def record(
         self,
@@ -136,12 +139,13 @@ class TrackingMode(_torch.QuietMode):
         A kernel above autograd, where there is one, has yet to move the counter, by one.
         """
         counted, in_handler, user = located
-        if not counted:
-            now = version(t)
-        else:
-            now = None if was is None else was + 1
+        now = version(t) if not counted else was if was is None else was + 1
         place = place_of(user, in_handler, self.level > 1)
-        ledger.record(t, (plan.name, argument.name, place, self._thread, was, now))
+        facts = (plan.name, argument.name, place, self._thread, was, now)
+        if self.level:
+            ledger.record(t, facts)
+        if watched:
+            note_write(t, plan, facts, counted)
 
 
 # ------------------------------------------------------------------------------ steps
@@ -184,7 +188,8 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
     """A write whose op has an ADInplaceOrView kernel."""
     located = locate(sys._getframe(2), plan, args, kwargs)
     run = _plain if located[0] else _guarded
-    if not mode.level:
+    watching = watched and is_watched(plan, args, kwargs)
+    if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     sole = plan.sole_write
     if sole is not None and sole.index < len(args):  # nearly all writes; spare them the lists
@@ -207,6 +212,7 @@ def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> A
 
 def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has no ADInplaceOrView kernel."""
+    watching = watched and is_watched(plan, args, kwargs)
     written = _written(plan, args, kwargs)
     before = [version(t) for _, t in written]
     located = locate(sys._getframe(2), plan, args, kwargs)
@@ -217,7 +223,7 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
         unseen = (argument.is_list or not plan.is_aten) and _is_wrapper(t) and not counted
         if unseen and was is not None and version(t) == was:
             torch.autograd.graph.increment_version(t)
-    if mode.level:
+    if mode.level or watching:
         for (argument, t), was in zip(written, before, strict=True):
             mode.record(plan, argument, t, was, located)
     return out
@@ -267,6 +273,7 @@ def _choose(func: Any) -> tuple[Step | None, Plan]:
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
 _steps: dict[Any, tuple[Step | None, Plan]] = {}
+caches.append(_steps)
 
 
 # ------------------------------------------------------------------------------ helpers
