@@ -178,6 +178,7 @@ def test_strided_views(make, story, x, fn):
 REINTERPRETED = {
     "view_as_real": (conjugated, torch.view_as_real),
     "view_as_complex": (real.view(6, 2), torch.view_as_complex),
+    "complex_of_flat": (real.flatten(), lambda t: torch.view_as_complex(t[2:10].view(2, 2, 2))[1]),
     "real": (conjugated, lambda t: t.real),
     "imag": (conjugated, lambda t: t.imag),
     "conj": (conjugated, lambda t: t.conj()),

@@ -199,6 +199,45 @@ def test_part_of_a_sparse_tensor_shares_the_counter(where, base, part):
     assert not alias._is_view()
 
 
+@pytest.mark.parametrize(("base", "part"), [(b, p) for b, parts in layouts() for p in parts])
+def test_differentiable_view_of_a_sparse_tensor_needs_a_view_fn(base, part):
+    """As_strided of a sparse tensor would only fail later, in backward."""
+    alias = getattr(base, part)().detach().data
+    with pytest.raises(vt.ViewTrackError, match="give a view_fn"):
+        vt.mark_as_view(alias, base)
+    assert not share_a_counter(alias, base)
+
+
+def test_values_of_a_sparse_tensor_by_a_view_fn():
+    """What native `values()` is: a view of the sparse tensor, by a view function of its own."""
+
+    def gradient(values_of):
+        leaf = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        base = torch.sparse_coo_tensor(
+            torch.arange(3)[None], leaf * 2, (4,), is_coalesced=True, check_invariants=False
+        )
+        values = values_of(base)
+        assert values._base is base
+        (grad,) = torch.autograd.grad((values * torch.arange(3.0)).sum(), leaf)
+        assert share_a_counter(values, base)
+        return grad
+
+    def marked(base):
+        alias = base.detach().values().data
+        return vt.mark_as_view(alias, base, view_fn=lambda sparse: sparse.values())
+
+    assert torch.equal(gradient(marked), gradient(lambda sparse: sparse.values()))
+
+
+def test_sparse_alias_shares_the_counter_and_cannot_be_as_strided():
+    base = coo()
+    alias = base.detach().data
+    with pytest.raises(vt.ViewTrackError, match="give a view_fn"):
+        vt.mark_as_view(alias, base)
+    assert vt.share_version(alias, base) is alias
+    assert share_a_counter(alias, base)
+
+
 def test_dense_tensor_of_its_own_is_no_part_of_a_sparse_one():
     with pytest.raises(vt.AliasingError):
         vt.share_version(torch.ones(3), coo())
@@ -247,6 +286,21 @@ def test_differentiable_dtype_view_with_a_view_fn():
     base.mul_(3)
     view.sum().backward()
     assert torch.equal(leaf.grad, torch.full((4,), 6.0))
+
+
+# Function transforms
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+@pytest.mark.parametrize("flags", [(True, True), (False, False)])
+def test_wrappers_of_function_transforms_are_refused(transform, flags):
+    def f(x):
+        base = x * 2
+        vt.mark_as_view(base.detach(), base, *flags)
+        return base.sum()
+
+    with pytest.raises(vt.ViewTrackError, match=r"torch.func"):
+        transform(f)(torch.ones(2))
 
 
 # Wrapper subclasses
@@ -302,6 +356,25 @@ def test_gradients_of_wrappers_after_a_write(view_fn, written):
     other_row = 2.0 if written == "view" else 6.0
     assert torch.equal(from_view, torch.tensor([[0.0] * 3, [6.0] * 3]))
     assert torch.equal(from_base, torch.tensor([[other_row] * 3, [6.0] * 3]))
+
+
+@pytest.mark.parametrize("flags", [(True, True), (False, False)])
+def test_alias_storage_of_a_wrapper_and_a_tensor_with_memory_is_refused(flags):
+    """The tensor would be left with a storage that has no memory, and crash at its next use."""
+    wrapper, plain = Wrapper(torch.zeros(3)), torch.arange(3.0)
+    for t, base in ((plain, wrapper), (wrapper, plain)):
+        with pytest.raises(vt.AliasingError, match="alias_storage=True cannot"):
+            vt.mark_as_view(t, base, *flags, alias_storage=True)
+        assert vt.view_info(t) is None
+        assert t._version == 0
+    assert plain.sum() == 3
+
+
+def test_alias_storage_of_a_sparse_base_is_refused():
+    t = torch.ones(3)
+    with pytest.raises(vt.AliasingError, match="alias_storage=True cannot"):
+        vt.mark_as_view(t, coo(), alias_storage=True)
+    assert torch.equal(t, torch.ones(3))
 
 
 def test_alias_storage_of_plain_tensors():

@@ -171,10 +171,13 @@ def test_more_elements_than_the_storage_holds(t, where):
     assert "24" in text  # the bytes that base's storage has
 
 
-def test_storage_that_was_shrunk_under_the_view():
+@anywhere
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("nbytes", [0, 12, 20])
+def test_storage_that_was_shrunk_under_the_view(nbytes, flags, where):
     base, alias = base_and_alias()
-    base.untyped_storage().resize_(0)
-    refused(vt.AliasingError, alias, base)
+    base.untyped_storage().resize_(nbytes)
+    assert f"holds {nbytes};" in refused(vt.AliasingError, alias, base, *flags, where=where)
 
 
 def test_inference_tensor_as_t():
@@ -282,7 +285,8 @@ mark_as_view: `t` (torch.float32[3], cpu) and `base` (torch.float32[2, 3], cpu) 
   storage; pass a real alias of `base`, or alias_storage=True
 mark_as_view: `t` (torch.float32[3], meta) and `base` (torch.float32[2, 3], cpu) do not share
   storage; pass a real alias of `base`
-mark_as_view: alias_storage=True cannot point `t` on meta at the storage of `base` on cpu
+mark_as_view: alias_storage=True cannot point t's storage at base's: `t` is on meta and `base`
+  on cpu; pass a real alias of `base`
 mark_as_view: `t` (torch.float32[7], strides (1,), offset 0) needs 28 bytes and base's storage
   holds 24; give `t` the geometry of a view of `base`
 mark_as_view: `t` (torch.int32[2, 3]) reads the bytes of `base` (torch.float32[2, 3]) as another

@@ -56,20 +56,40 @@ def _parts(base: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def check_fits(t: torch.Tensor, base: torch.Tensor) -> None:
-    """Raise AliasingError if t's geometry does not fit into base's storage."""
+def check_can_alias(t: torch.Tensor, base: torch.Tensor) -> None:
+    """Raise AliasingError if t's storage cannot be pointed at base's, whatever their sizes."""
+    why = None
     if t.device != base.device:
+        why = f"`t` is on {t.device} and `base` on {base.device}"
+    elif not (has_storage(t) and has_storage(base)):
+        why = f"layouts {t.layout} and {base.layout} do not both have a storage of their own"
+    elif _torch.has_python_key(t) != _torch.has_python_key(base):
+        why = "one is a wrapper without memory of its own and the other is not"
+    if why is not None:
         raise AliasingError(
-            f"mark_as_view: alias_storage=True cannot point `t` on {t.device} at the storage of "
-            f"`base` on {base.device}"
+            f"mark_as_view: alias_storage=True cannot point t's storage at base's: {why}; pass a "
+            f"real alias of `base`"
         )
-    need, have = _bytes_spanned(t), base.untyped_storage().nbytes()
+
+
+def check_fits(t: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Raise AliasingError if t's geometry does not fit into base's storage."""
+    need, have = _bytes_spanned(t), storage.nbytes()
     if need > have:
         raise AliasingError(
             f"mark_as_view: `t` ({brief(t)}, strides {tuple(t.stride())}, offset "
             f"{t.storage_offset()}) needs {need} bytes and base's storage holds {have}; give `t` "
             f"the geometry of a view of `base`"
         )
+
+
+def has_storage(t: torch.Tensor) -> bool:
+    """Whether t has a storage of its own; a sparse tensor has only its parts'."""
+    try:
+        t.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _bytes_spanned(t: torch.Tensor) -> int:

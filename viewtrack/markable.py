@@ -8,7 +8,14 @@ import torch
 
 from . import _torch
 from ._torch import CreationMeta
-from .aliasing import brief, check_fits, check_storage, shares_storage
+from .aliasing import (
+    brief,
+    check_can_alias,
+    check_fits,
+    check_storage,
+    has_storage,
+    shares_storage,
+)
 from .errors import AutogradMetadataError, ViewTrackError
 
 
@@ -38,7 +45,12 @@ def checked_creation_meta(creation_meta: Any, is_bw_differentiable: bool) -> Any
 
 
 def check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
-    """Refuse a `t` that is `base`, has no counter, or is known to autograd already."""
+    """Refuse a `t` that is `base`, has no counter, or that autograd or torch.func knows already."""
+    if _torch.is_functorch_wrapped(t) or _torch.is_functorch_wrapped(base):
+        raise ViewTrackError(
+            "mark_as_view: inside a torch.func transform tensors are wrappers, whose views the "
+            "transform keeps track of itself; mark outside of it, or give the op a rule of its own"
+        )
     if t is base:
         raise ViewTrackError(
             "mark_as_view: `t` is `base`; a tensor cannot be a view of itself, "
@@ -57,10 +69,11 @@ def check_memory(t: torch.Tensor, base: torch.Tensor, alias_storage: bool) -> No
     """Refuse a `t` outside of base's storage, or one that would not fit into it."""
     if not alias_storage:
         check_storage(t, base)
-        if t.numel() * t.element_size() > t.untyped_storage().nbytes():
-            check_fits(t, base)
+        if has_storage(t):
+            check_fits(t, t.untyped_storage())
     elif not shares_storage(t, base):
-        check_fits(t, base)
+        check_can_alias(t, base)
+        check_fits(t, base.untyped_storage())
 
 
 def metadata_message(t: torch.Tensor) -> str:

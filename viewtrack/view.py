@@ -165,10 +165,11 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
             and type(base) in _PLAIN_TYPES
             and t is not base
             and t.dtype is base.dtype
+            and base.layout is torch.strided
             and not (t.is_conj() or t.is_neg() or base.is_conj() or base.is_neg())
             and not (t.is_inference() or base.is_inference())
             and _torch.is_alias_of(t, base)
-            and t.nbytes <= t.untyped_storage().nbytes()
+            and (t.storage_offset() + t.numel()) * t.itemsize <= t.untyped_storage().nbytes()
             and not _torch.torch_function_modes()
         )
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested
@@ -191,7 +192,12 @@ def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
 
 
 def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> None:
-    plain = t.dtype is base.dtype and t.is_conj() == base.is_conj() and t.is_neg() == base.is_neg()
+    plain = (
+        t.dtype is base.dtype
+        and t.layout is base.layout is torch.strided
+        and t.is_conj() == base.is_conj()
+        and t.is_neg() == base.is_neg()
+    )
     history = creation_meta not in _WITHOUT_HISTORY
     with _torch.above_autograd(), _torch.no_torch_function(), torch.set_grad_enabled(history):
         relative = base if plain else _relative(t, base)
@@ -340,12 +346,19 @@ def _propagated(base: torch.Tensor, creation_meta: Any) -> Any:
 
 def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """A native view of base with t's dtype, conj bit and neg bit."""
+    if t.layout is not torch.strided or base.layout is not torch.strided:
+        raise ViewTrackError(
+            f"mark_as_view: autograd has no way from `base` ({base.layout}) to `t` ({t.layout}) by "
+            f"itself; give a view_fn, or pass is_bw_differentiable=False, "
+            f"is_fw_differentiable=False to share the version counter only"
+        )
     view = base
     if t.dtype is not base.dtype:
         if base.is_complex() and t.dtype is base.dtype.to_real():
             view = torch.view_as_real(base.conj() if base.is_conj() else base)
         elif t.is_complex() and base.dtype is t.dtype.to_real():
-            view = torch.view_as_complex(base)
+            pairs = (*t.size(), 2), (*(2 * n for n in t.stride()), 1), 2 * t.storage_offset()
+            view = torch.view_as_complex(base.as_strided(*pairs))
         else:
             raise ViewTrackError(
                 f"mark_as_view: `t` ({brief(t)}) reads the bytes of `base` ({brief(base)}) as "
