@@ -18,10 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch
-from ._torch import CreationMeta
+from ._torch import (
+    AUTOGRAD,
+    CreationMeta,
+    as_view_strided,
+    is_alias_of,
+    is_excluded,
+    torch_function_modes,
+)
 from .aliasing import brief, dims, shares_or_unknown, shares_storage
 from .errors import AliasingError, AutogradMetadataError, ViewTrackError
 from .markable import (
@@ -34,6 +42,7 @@ from .markable import (
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
 
+_STRIDED = torch.strided
 _DEFAULT = CreationMeta.DEFAULT
 # Both leave __torch_function__ to torch.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -161,32 +170,32 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
     """
     try:
         return (
-            type(t) is torch.Tensor
+            type(t) is Tensor
             and type(base) in _PLAIN_TYPES
             and t is not base
             and t.dtype is base.dtype
-            and base.layout is torch.strided
+            and base.layout is _STRIDED
             and not (t.is_conj() or t.is_neg() or base.is_conj() or base.is_neg())
             and not (t.is_inference() or base.is_inference())
-            and _torch.is_alias_of(t, base)
+            and is_alias_of(t, base)
             and (t.storage_offset() + t.numel()) * t.itemsize <= t.untyped_storage().nbytes()
-            and not _torch.torch_function_modes()
+            and not torch_function_modes()
         )
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested
         return False
 
 
 def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
-    below = _torch.below_autograd()  # as inference mode is, too
+    below = is_excluded(AUTOGRAD)  # as inference mode is, too
     if not torch.is_grad_enabled() or (below and torch.is_inference_mode_enabled()):
         _mark_strided(t, base, _DEFAULT)
         return
     try:
         if below:
             with _torch.above_autograd():
-                _torch.as_view_strided(t, base)
+                as_view_strided(t, base)
         else:
-            _torch.as_view_strided(t, base)
+            as_view_strided(t, base)
     except RuntimeError as error:
         raise _refined(error, t) from None
 
@@ -202,7 +211,7 @@ def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> No
     with _torch.above_autograd(), _torch.no_torch_function(), torch.set_grad_enabled(history):
         relative = base if plain else _relative(t, base)
         final = _propagated(base, creation_meta)
-        _native(_torch.as_view_strided, t, relative)
+        _native(as_view_strided, t, relative)
         if _torch.creation_meta(t) is not final:
             _torch.set_creation_meta(t, final)
 
