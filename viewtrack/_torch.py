@@ -338,9 +338,19 @@ def is_functorch_wrapped(t: torch.Tensor) -> bool:
     return bool(_C._functorch.is_functorch_wrapped_tensor(t))
 
 
+def functorch_is_active() -> bool:
+    """Whether a torch.func transform is running."""
+    return _C._functorch.peek_interpreter_stack() is not None
+
+
 def has_python_key(t: torch.Tensor) -> bool:
     """Whether t's ops go to a __torch_dispatch__ of its class: a wrapper has no memory, often."""
     return bool(_C._dispatch_keys(t).has(DispatchKey.Python))
+
+
+def is_infra_class(cls: type) -> bool:
+    """Whether a tensor class is torch's own machinery: fake and functional tensors."""
+    return cls.__module__.startswith("torch._subclasses")
 
 
 def neg_view(t: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Literal, ParamSpec, TypeVar
 
-from . import _torch
+from . import _torch, full_modes
 from .site import Site
 from .tracking import TrackingMode
 
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 Record = Literal["none", "site", "stack"]
+Views = Literal["version", "full"]
 _LEVELS: dict[str, int] = {"none": 0, "site": 1, "stack": 2}
 
 
@@ -29,6 +30,7 @@ class Tracker:
 
     Attributes:
         record: how much is recorded of each write, ``"none"``, ``"site"`` or ``"stack"``.
+        views: what becomes of views made below autograd, ``"version"`` or ``"full"``.
         undeclared_aliases: for each op that was found to return memory of its argument without
             its schema saying so, by name, the line that first called it.
     """
@@ -36,8 +38,9 @@ class Tracker:
     #: A mode of its own, for a tracker that wants to be told of every op (`observing.py`).
     own_mode: TrackingMode | None = None
 
-    def __init__(self, record: Record = "site") -> None:
+    def __init__(self, record: Record = "site", views: Views = "version") -> None:
         self.record = record
+        self.views = views
         self.undeclared_aliases: dict[str, Site] = {}
 
     def __enter__(self) -> Tracker:
@@ -58,7 +61,7 @@ class Tracker:
         return tracked
 
 
-def track(views: Literal["version"] = "version", record: Record = "site") -> Tracker:
+def track(views: Views = "version", record: Record = "site") -> Tracker:
     """Track views and writes below autograd, in everything that runs inside.
 
     Use it as ``with viewtrack.track() as tracker:`` or as a decorator, ``@viewtrack.track()``.
@@ -73,6 +76,9 @@ def track(views: Literal["version"] = "version", record: Record = "site") -> Tra
 
     Args:
         views: ``"version"``: views made below autograd share the version counter of their base.
+            ``"full"``: those that a handler keeps also become differentiable views, as if made
+            above autograd, once the op that the handler was called for has returned. Like any view
+            they then hold their base, and require grad if it does. It slows handlers down.
         record: what the ledger keeps of each write: nothing (``"none"``, which costs nothing), op
             and line (``"site"``), or also the whole Python stack (``"stack"``).
 
@@ -82,11 +88,11 @@ def track(views: Literal["version"] = "version", record: Record = "site") -> Tra
     Raises:
         ValueError: an argument has none of the values above.
     """
-    if views != "version":
-        raise ValueError(f"track: `views` must be 'version', got {views!r}")
+    if views not in ("version", "full"):
+        raise ValueError(f"track: `views` must be 'version' or 'full', got {views!r}")
     if record not in _LEVELS:
         raise ValueError(f"track: `record` must be 'none', 'site' or 'stack', got {record!r}")
-    return Tracker(record)
+    return Tracker(record, views)
 
 
 class _Active(threading.local):
@@ -95,6 +101,7 @@ class _Active(threading.local):
     def __init__(self) -> None:
         self._on_leaving = ExitStack()
         self.trackers: list[Tracker] = []
+        self._full = False
         self._plain_mode = self.mode = TrackingMode(self.found_alias)
 
     def enter(self, tracker: Tracker) -> None:
@@ -127,6 +134,10 @@ class _Active(threading.local):
             tracker.undeclared_aliases.setdefault(op, site)
 
     def _update(self) -> None:
+        full = any(t.views == "full" for t in self.trackers)
+        if full is not self._full:
+            (full_modes.start if full else full_modes.stop)(self.mode)
+            self._full = full
         self.mode.level = max((_LEVELS[t.record] for t in self.trackers), default=0)
 
 

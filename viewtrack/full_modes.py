@@ -1,0 +1,159 @@
+"""Where `full.FullViews` hears of handlers: our own mode, and a bracket around each mode above it.
+
+The bracket is an attribute of the mode that is entered (C++ asks the instance for
+``__torch_dispatch__``), and goes when the mode is left. A bracket that somebody else put there
+(`handler_calls.py`) stays inside of ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import MethodType
+from typing import Any
+
+import torch
+
+from . import _torch
+from .full import FullViews
+from .plan import plan_of
+from .tracking import TrackingMode
+
+_HANDLER = "__torch_dispatch__"
+
+
+class _Here(threading.local):
+    """What a thread keeps track of, while a tracker asks for it."""
+
+    views: FullViews | None = None
+
+
+_here = _Here()
+
+
+def start(mode: TrackingMode) -> None:
+    """Begin to note what handlers above `mode`, at the bottom of this thread's stack, keep."""
+    _here.views = FullViews()
+    setattr(mode, _HANDLER, MethodType(_Bottom(_here.views), mode))
+    _patch.acquire()
+
+
+def stop(mode: TrackingMode) -> None:
+    """Mark what was noted, and end."""
+    views, _here.views = _here.views, None
+    _patch.release()
+    delattr(mode, _HANDLER)
+    if views is not None:
+        views.settle()
+
+
+class _Bottom:
+    """Stands in for the handler of our own mode."""
+
+    def __init__(self, views: FullViews) -> None:
+        self.views = views
+
+    def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run, views = type(mode).__torch_dispatch__, self.views
+        views.settle()
+        if not isinstance(func, _torch.OpOverload) or any(map(_torch.is_infra_class, types)):
+            return run(mode, func, types, args, kwargs)
+        if any(map(_has_handler, types)):
+            with views.handler():
+                out = run(mode, func, types, args, kwargs)
+                if out is not NotImplemented:
+                    out = views.handed_back(func, args, kwargs, out)
+        else:
+            out = run(mode, func, types, args, kwargs)
+        if out is not NotImplemented:
+            views.note(plan_of(func), func, args, kwargs or {}, out)
+        return out
+
+
+def _has_handler(cls: Any) -> bool:
+    return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+class _Bracket:
+    """Stands in for the handler of a mode for as long as the mode is entered."""
+
+    def __init__(self, mode: Any) -> None:
+        self.displaced = vars(mode).get(_HANDLER)
+        self.handler = getattr(mode, _HANDLER)
+        self.depth = 1
+
+    def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = _here.views
+        if views is None:
+            return self.handler(func, types, args, kwargs)
+        with views.handler():
+            out = self.handler(func, types, args, kwargs)
+            return views.handed_back(func, args, kwargs, out)
+
+
+def _put_bracket(mode: Any) -> None:
+    bracket = _bracket_of(mode)
+    if bracket is not None:
+        bracket.depth += 1
+    elif not (_here.views is None or isinstance(mode, _torch.QuietMode) or mode.is_infra_mode()):
+        # A bound method, since C++ refuses a handler that does not belong to the mode.
+        setattr(mode, _HANDLER, MethodType(_Bracket(mode), mode))
+
+
+def _take_bracket(mode: Any) -> None:
+    bracket = _bracket_of(mode)
+    if bracket is not None:
+        bracket.depth -= 1
+        if not bracket.depth:
+            delattr(mode, _HANDLER)
+            if bracket.displaced is not None:
+                setattr(mode, _HANDLER, bracket.displaced)
+
+
+def _bracket_of(mode: Any) -> _Bracket | None:
+    bracket = getattr(vars(mode).get(_HANDLER), "__func__", None)
+    return bracket if isinstance(bracket, _Bracket) else None
+
+
+class _Patch:
+    """Puts and takes the brackets as modes are entered and left, while any thread wants them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._displaced: tuple[Any, Any] | None = None
+
+    def acquire(self) -> None:
+        """Patch `TorchDispatchMode`, unless it is patched already."""
+        with self._lock:
+            self._wanted += 1
+            if self._displaced is None:
+                mode_class: Any = _torch.TorchDispatchMode
+                self._displaced = mode_class.__enter__, mode_class.__exit__
+                mode_class.__enter__, mode_class.__exit__ = _entering(*self._displaced)
+
+    def release(self) -> None:
+        """Undo that with the last one; not where somebody else's patch lies on ours."""
+        with self._lock:
+            self._wanted -= 1
+            mode_class: Any = _torch.TorchDispatchMode
+            ours_on_top = getattr(mode_class.__enter__, "is_ours", False)
+            if not self._wanted and ours_on_top and self._displaced is not None:
+                mode_class.__enter__, mode_class.__exit__ = self._displaced
+                self._displaced = None
+
+
+def _entering(enter: Any, leave: Any) -> tuple[Any, Any]:
+    def enter_bracketed(mode: Any) -> Any:
+        entered = enter(mode)
+        _put_bracket(mode)
+        return entered
+
+    def leave_bracketed(mode: Any, *exc: Any) -> Any:
+        _take_bracket(mode)
+        return leave(mode, *exc)
+
+    enter_bracketed.is_ours = True  # type: ignore[attr-defined]
+    return enter_bracketed, leave_bracketed
+
+
+_patch = _Patch()
