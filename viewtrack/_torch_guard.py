@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint as _checkpoint
 
 from ._torch import OpOverload, TorchDispatchMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "POLICY_IN_FORWARD_ONLY",
@@ -50,6 +53,13 @@ class CachingMode(_checkpoint._CachingTorchDispatchMode):
         # Not the parent's own, whose signature differs over versions.
         TorchDispatchMode.__init__(self)
 
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -60,6 +70,13 @@ class CachedMode(_checkpoint._CachedTorchDispatchMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -98,7 +98,16 @@ def locate(
     return counted, False, user
 
 
-_own_handlers = {_OWN + name for name in ("tracking.py", "observing.py", "_torch.py")}
+_own_handlers = {
+    _OWN + name
+    for name in (
+        "tracking.py",
+        "observing.py",
+        "_torch.py",
+        os.path.join("checkpoint", "contexts.py"),
+        os.path.join("checkpoint", "foreign.py"),
+    )
+}
 
 
 def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> Plan | None:

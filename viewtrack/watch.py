@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _ALIASES_KEPT = 16
 
 UNSEEN = "an op that no mode saw"
 RAW = "no op that PyTorch saw"
+EXCHANGED = "an exchange of its storage or sizes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,8 @@ class Watch:
         if self._digest is None or (seen and not self._content):
             return found, more
         if same_bytes(fingerprint(t), self._digest):
+            with _lock:  # what no mode saw so far went elsewhere
+                self._reached = [item for item in self._reached or () if item[0].op != UNSEEN]
             return [], 0
         return found or [Write(RAW, "", UNKNOWN, "", now, now, None, 0)], more
 
@@ -234,6 +237,16 @@ _lock = threading.RLock()
 def _fills(t: torch.Tensor) -> bool:
     """Whether no byte of the storage lies outside of t."""
     return t.numel() * t.element_size() >= t.untyped_storage().nbytes()
+
+
+def parts(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor and, of a wrapper subclass that can tell, the tensors in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            for name in flatten()[0]:
+                yield from parts(getattr(value, name))
 
 
 def watches_on(t: Any) -> list[Watch]:
@@ -310,6 +323,17 @@ def _share_a_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
     shared = version(b) != was
     _torch.set_version(a, was)
     return shared
+
+
+def note_alias(args: Any, out: Any, op: str) -> None:
+    """Note the view op that made `out` of a watched tensor, the first of `args`."""
+    base = args[0] if args else None
+    if not isinstance(base, torch.Tensor) or key_of(base) not in watched:
+        return
+    for t in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(t, torch.Tensor) and key_of(t) == key_of(base):
+            for watch in watches_on(base):
+                watch.add_alias(t, op)
 
 
 def is_allowed(write: Write, allowed: Iterable[str]) -> bool:

@@ -1,0 +1,129 @@
+"""What a checkpointed region keeps from its forward to its recompute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_guard
+from .._torch import ADINPLACEORVIEW, TensorBase, set_excluded
+from ..site import Place
+from ..watch import Watch, parts
+from .options import Options
+
+RECOMPUTE: Any = object()
+"""Stands for an op's result that is not kept."""
+
+CONSUMED: Any = object()
+"""Stands for one that was kept and has been used."""
+
+_detach = TensorBase.detach
+
+# What checkpoint() of torch 2.14 says, too, before the tensors that it keeps pass by the hooks.
+_BYPASSED = (
+    "a saved_tensors_hooks context (save_on_cpu, say) is active around a selectively checkpointed "
+    "region, and the tensors that the region keeps bypass its hooks; choose by passing "
+    "respect_saved_tensors_hooks=True or False to torch.utils.checkpoint.checkpoint"
+)
+
+
+class Kept:
+    """A kept tensor that is more than one plain tensor: a wrapper with parts, or a packed one."""
+
+    __slots__ = ("unpack", "value", "watches")
+
+    def __init__(self, value: Any, watches: list[Watch], unpack: Any) -> None:
+        self.value = value
+        self.watches = watches
+        self.unpack = unpack
+
+
+class Cache:
+    """The kept results of a region's ops.
+
+    Attributes:
+        entries: for each op its results, in order: a `Watch`, a `Kept` or a tensor, or a tree of
+            these; or RECOMPUTE, or CONSUMED.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.entries: dict[Any, list[Any]] = {}
+
+    def keep(self, out: Any, op: str, place: Place, hooks: Any) -> Any:
+        """Make an entry of what an op returned. Run it in a handler."""
+        if type(out) is torch.Tensor and hooks is None:
+            t = detached(out)
+            if self.options.check == "off":
+                return t
+            return Watch(t, op, place, content=self.options.content)
+        return _torch.tree_map(lambda x: self._keep_one(x, op, place, hooks), out)
+
+    def _keep_one(self, x: Any, op: str, place: Place, hooks: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        value: Any = detached(x)
+        unpack = None
+        if hooks is not None:
+            value, unpack = hooks[0](value), hooks[1]
+        watches = []
+        if self.options.check != "off":
+            content = self.options.content
+            watches = [Watch(part, op, place, content=content) for part in parts(value)]
+        return Kept(value, watches, unpack)
+
+    def take(self, entry: Any) -> Any:
+        """What was kept, once it is sure that it is as it was."""
+        if type(entry) is Watch:
+            if (found := self.options.mutation_of((entry,))) is not None:
+                self._report(found)
+            return entry.tensor
+        return _torch.tree_map(self._take_one, entry)
+
+    def _take_one(self, x: Any) -> Any:
+        if not isinstance(x, Kept):
+            return x.tensor if isinstance(x, Watch) else x
+        if (found := self.options.mutation_of(x.watches)) is not None:
+            self._report(found)
+        return x.value if x.unpack is None else x.unpack(x.value)
+
+    def _report(self, first: Any) -> None:
+        """One report for all that was written, so that nobody mends one line a run."""
+        others = (self.options.mutation_of((watch,)) for watch in self._watches())
+        rest = [m for m in others if m is not None and m.watch is not first.watch]
+        self.options.report([first, *rest])
+
+    def _watches(self) -> Iterator[Watch]:
+        for entries in self.entries.values():
+            for entry in _torch.tree_leaves(list(entries)):
+                if isinstance(entry, Watch):
+                    yield entry
+                elif isinstance(entry, Kept):
+                    yield from entry.watches
+
+
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """An alias without autograd metadata, sharing the counter also below autograd.
+
+    A native view kernel refuses metadata on what a handler returns, and a grad_fn would make the
+    cache a part of the graph that owns it.
+    """
+    set_excluded(ADINPLACEORVIEW, False)
+    try:
+        return _detach(x)
+    finally:
+        set_excluded(ADINPLACEORVIEW, True)
+
+
+def hooks_for(respected: bool | None) -> tuple[Any, Any] | None:
+    """The user's saved-tensor hooks that a kept tensor must pass.
+
+    Torch 2.14 gave checkpoint() an argument for it; by default they are passed by, with a warning.
+    """
+    hooks = _torch_guard.user_saved_tensors_hooks()
+    if hooks is not None and respected is None:
+        warnings.warn(_BYPASSED, FutureWarning, stacklevel=3)
+    return hooks if respected else None

@@ -1,0 +1,82 @@
+"""What a guard of a checkpointed region may be told, and what it does when it finds something."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import MutatedTensorError
+from ..mutation_text import Mutation, mutation_error
+from ..watch import Watch, is_allowed
+
+log = logging.getLogger(__name__)
+
+Check = Literal["storage", "content", "off"]
+OnMutation = Literal["raise", "warn"] | Callable[[MutatedTensorError], Any]
+
+_SUBJECT = "a tensor cached by selective checkpointing"
+_ALLOW = "add '{op}' to allow="
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a region is guarded.
+
+    Attributes:
+        check: ``"storage"``, ``"content"`` or ``"off"``.
+        allow: the names of ops whose writes are right, with or without their overload.
+        on_mutation: ``"raise"``, ``"warn"``, or what to call with the error.
+        check_inputs: whether the region's inputs are watched as well.
+    """
+
+    check: Check = "storage"
+    allow: frozenset[str] = field(default_factory=frozenset)
+    on_mutation: OnMutation = "raise"
+    check_inputs: bool = False
+
+    @property
+    def content(self) -> bool:
+        """Whether bytes decide, and not writes."""
+        return self.check == "content"
+
+    def mutation_of(self, watches: Iterable[Watch]) -> Mutation | None:
+        """What reached a kept tensor through any of its parts, less what is allowed."""
+        for watch in watches:
+            writes, more = watch.writes()
+            writes = [write for write in writes if not is_allowed(write, self.allow)]
+            if writes:
+                return Mutation(watch, writes, more)
+        return None
+
+    def report(self, mutations: Sequence[Mutation], cause: BaseException | None = None) -> None:
+        """Raise, warn or call, as was asked for."""
+        error = mutation_error(_SUBJECT, mutations, _ALLOW)
+        if self.on_mutation == "raise":
+            raise error from cause
+        if self.on_mutation == "warn":
+            warnings.warn(str(error), stacklevel=2)
+        else:
+            self.on_mutation(error)
+
+
+def make_options(
+    check: Check,
+    allow: Mapping[Any, str] | Iterable[Any] | None,
+    on_mutation: OnMutation,
+    check_inputs: bool,
+) -> Options:
+    """Check what a user passed.
+
+    Raises:
+        ValueError: `check` or `on_mutation` has none of its values.
+    """
+    if check not in ("storage", "content", "off"):
+        raise ValueError(f"`check` must be 'storage', 'content' or 'off', got {check!r}")
+    if on_mutation not in ("raise", "warn") and not callable(on_mutation):
+        raise ValueError(
+            f"`on_mutation` must be 'raise', 'warn' or a callable, got {on_mutation!r}"
+        )
+    return Options(check, frozenset(map(str, allow or ())), on_mutation, check_inputs)

@@ -1,0 +1,120 @@
+"""The text of a `MutatedTensorError`: what was saved, what wrote to it and where, and the mend."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import MutatedTensorError
+from .ledger import Write
+from .site import UNKNOWN, Site
+from .watch import EXCHANGED, RAW, UNSEEN, Saved, Watch
+
+# Applied to their own result these change nothing.
+_IDEMPOTENT = re.compile(
+    r"aten\.(relu|relu6|hardtanh|clamp|clamp_min|clamp_max|clip|abs|sign|sgn|round|floor|ceil|trunc"
+    r"|masked_fill|fill|zero|tril|triu|nan_to_num)_\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One kept tensor, and the writes that reached it.
+
+    Attributes:
+        watch: the watch that found them.
+        writes: the writes, in order.
+        more: how many further writes were counted and not kept.
+    """
+
+    watch: Watch
+    writes: Sequence[Write]
+    more: int = 0
+
+
+def mutation_error(subject: str, mutations: Sequence[Mutation], allow: str) -> MutatedTensorError:
+    """Make the error that tells of mutations.
+
+    Args:
+        subject: what the tensors are, "a tensor cached by selective checkpointing".
+        mutations: at least one; the first is the one that was about to be used.
+        allow: how a reader allows an op, with `{op}` in it; empty where that cannot be done.
+    """
+    lines = [f"{subject} has been mutated before it was reused"]
+    for mutation in mutations:
+        saved = mutation.watch.saved
+        lines.append(_row("saved", f"{saved.op} -> {brief(saved.dtype, saved.shape)}", saved.site))
+        for write in mutation.writes:
+            lines += _written(mutation.watch, write)
+        if mutation.more:
+            lines.append(f"  {'':9} and {mutation.more} more writes")
+    writes = [write for mutation in mutations for write in mutation.writes]
+    lines += _mends(writes, allow)
+    return MutatedTensorError("\n".join(lines), saved=mutations[0].watch.saved, writes=writes)
+
+
+def _row(head: str, what: str, site: Site) -> str:
+    return f"  {head:9} {what:36}  {_at(site)}".rstrip()
+
+
+def _at(site: Site) -> str:
+    if site == UNKNOWN:
+        return ""
+    source = linecache.getline(site.filename, site.lineno).strip()
+    return f"{site}:  {source}" if source else str(site)
+
+
+def _written(watch: Watch, write: Write) -> list[str]:
+    if write.op == RAW:
+        return [
+            _row("written", "its bytes changed, and no op that PyTorch saw wrote them", UNKNOWN)
+        ]
+    if write.op == EXCHANGED:
+        return [_row("written", f"by {EXCHANGED} (set_, .data =, resize_)", UNKNOWN)]
+    versions = f"version {write.version_before} -> {write.version_after}"
+    if write.op == UNSEEN:
+        return [_row("written", f"by {UNSEEN}, {versions}", UNKNOWN)]
+    through = watch.through(write.region)
+    details = [
+        *([f"through {through}"] if through else []),
+        *([versions] if write.version_after is not None else []),
+        f"thread {write.thread}",
+        *(["idempotent"] if _IDEMPOTENT.match(write.op) else []),
+    ]
+    row = _row("written", f"{write.op}({write.argument})", write.site)
+    return [row, f"  {'':9} {', '.join(details)}"]
+
+
+def _mends(writes: Sequence[Write], allow: str) -> list[str]:
+    mends: dict[str, None] = {}
+    for write in writes:
+        mends[_mend(write, allow)] = None
+    return [f"  {'mend' if not index else '':9} {mend}" for index, mend in enumerate(mends)]
+
+
+def _mend(write: Write, allow: str) -> str:
+    if write.op in (UNSEEN, EXCHANGED):
+        return "run it under viewtrack.track(), in every thread, to learn the line"
+    if write.op == RAW:
+        return "look for numpy, a raw pointer or a kernel that does not declare what it mutates"
+    name = write.op.rpartition(".")[0]
+    instead = "use the out-of-place op" if name.endswith("_") else "write to a copy"
+    mend = f"{instead} on line {write.lineno}"
+    return f"{mend}, or {allow.format(op=name)}" if allow else mend
+
+
+def brief(dtype: torch.dtype, shape: Any) -> str:
+    """Dtype and shape in the short form of a dump, ``f32[2, 3]``."""
+    short = str(dtype).removeprefix("torch.")
+    short = re.sub(r"^(bfloat|float|complex|uint|int)(?=\d)", lambda m: _SHORT[m[0]], short)
+    return f"{short}{list(shape)}"
+
+
+_SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "int": "i", "uint": "u"}
+
+__all__ = ["Mutation", "Saved", "brief", "mutation_error"]
