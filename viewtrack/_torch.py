@@ -49,6 +49,8 @@ CreationMeta: Any = _autograd.CreationMeta
 
 ADINPLACEORVIEW = DispatchKey.ADInplaceOrView
 AUTOGRAD = DispatchKey.AutogradFunctionality
+CONJUGATE = DispatchKey.Conjugate
+NEGATIVE = DispatchKey.Negative
 
 # ------------------------------------------------------------------------------ dispatch keys
 
@@ -137,22 +139,6 @@ def _exclusion(add: Any, remove: Any) -> AbstractContextManager[None]:
         _C._dispatch_tls_local_include_set(), exclude
     )
     return guard
-
-
-def has_native_kernel(name: str) -> bool:
-    """Whether the op (``"aten::add_.Tensor"``) has an ADInplaceOrView kernel; False if unknown."""
-    try:
-        return bool(_C._dispatch_has_kernel_for_dispatch_key(name, "ADInplaceOrView"))
-    except RuntimeError:  # an op that the dispatcher query does not know (prim::device)
-        return False
-
-
-def has_composite_kernel(name: str) -> bool:
-    """Whether the op is CompositeImplicitAutograd: made of other ops, also for autograd."""
-    try:
-        return bool(_C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
-    except RuntimeError:
-        return False
 
 
 # ------------------------------------------------------------------------------ dispatch modes
@@ -441,14 +427,3 @@ def as_view_with_fn(
     carrier = _Carrier(replay)
     with only_inplace_or_view():
         answering(_NESTED_VIEW, t, _NESTED_VIEW, base, carrier, carrier, carrier)
-
-
-# ------------------------------------------------------------------------------ torch's op tests
-
-
-def op_database() -> list[Any]:
-    """Torch's OpInfo database with its foreach entries; importing it needs numpy and expecttest."""
-    from torch.testing._internal import common_methods_invocations as invocations
-
-    foreach = (getattr(invocations, n) for n in dir(invocations) if n.endswith("_op_db"))
-    return [*invocations.op_db, *(op for entries in foreach for op in entries)]

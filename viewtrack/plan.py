@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import _torch
+from . import _torch, _torch_kernels, collectives
 
 # ATen ops whose schema says nothing of it, and that can still return memory of their argument.
 UNDECLARED_ALIASES = frozenset(
@@ -78,10 +78,17 @@ class Argument:
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any]:
         """The tensors passed for it, without those left out."""
-        value = self.of(args, kwargs)
-        if isinstance(value, (list, tuple)):
-            return [t for t in value if t is not None]
-        return [] if value is None else [value]
+        return _tensors(self.of(args, kwargs))
+
+
+def _tensors(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (list, tuple)):
+        if any(isinstance(item, (list, tuple)) for item in value):  # Tensor[][], of collectives
+            return [t for item in value for t in _tensors(item)]
+        return [t for t in value if t is not None]
+    return [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,10 @@ class Plan:
         written: outputs that are written arguments themselves.
         changes_metadata: whether it changes sizes, strides or storage of what it writes.
         has_native_kernel: whether ATen, or its author, gave it an ADInplaceOrView kernel.
+        has_autograd_kernel: whether it has an Autograd kernel; autograd records what its kernel
+            calls if it has none.
         is_composite: whether it is made of other ops, also for autograd.
+        is_made_of_other_ops: whether its kernel calls other ops, below autograd.
         is_aten: whether it is one of torch's own ops.
         may_alias_undeclared: whether outputs may share memory that the schema does not mention.
     """
@@ -129,7 +139,9 @@ class Plan:
     written: tuple[Output, ...]
     changes_metadata: bool
     has_native_kernel: bool
+    has_autograd_kernel: bool
     is_composite: bool
+    is_made_of_other_ops: bool
     is_aten: bool
     may_alias_undeclared: bool
 
@@ -166,7 +178,7 @@ def plan_of_schema(schema: Any) -> Plan:
     qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
     letters, returned = _letters(str(schema))
     arguments = tuple(
-        _argument(argument, index, letters)
+        _argument(argument, index, letters, argument.name == collectives.WRITES.get(schema.name))
         for index, argument in enumerate(schema.arguments)
         if "Tensor" in str(argument.type)
     )
@@ -187,8 +199,10 @@ def plan_of_schema(schema: Any) -> Plan:
         sole_write=_sole(writes),
         written=_related(outputs, arguments, is_write=True),
         changes_metadata=base_name in _INPLACE_METADATA,
-        has_native_kernel=_torch.has_native_kernel(qualified),
-        is_composite=_torch.has_composite_kernel(qualified),
+        has_native_kernel=_torch_kernels.has_native_kernel(qualified),
+        has_autograd_kernel=_torch_kernels.has_autograd_kernel(qualified),
+        is_composite=_torch_kernels.has_composite_kernel(qualified),
+        is_made_of_other_ops=_torch_kernels.is_made_of_other_ops(qualified),
         is_aten=namespace in ("aten", "prim", "prims"),
         may_alias_undeclared=qualified in UNDECLARED_ALIASES
         or namespace not in ("aten", "prim", "prims"),
@@ -201,7 +215,9 @@ def _sole(writes: tuple[Argument, ...]) -> Argument | None:
     return one if plain else None
 
 
-def _argument(argument: Any, index: int, letters: dict[str, frozenset[str]]) -> Argument:
+def _argument(
+    argument: Any, index: int, letters: dict[str, frozenset[str]], is_written: bool
+) -> Argument:
     kind = str(argument.type)
     info = argument.alias_info
     return Argument(
@@ -211,7 +227,7 @@ def _argument(argument: Any, index: int, letters: dict[str, frozenset[str]]) -> 
         is_list="List[" in kind,
         is_optional="Optional[" in kind,
         alias_set=letters.get(argument.name, frozenset()) if info is not None else frozenset(),
-        is_write=info is not None and info.is_write,
+        is_write=is_written or (info is not None and info.is_write),
     )
 
 

@@ -10,10 +10,12 @@ with one depends on the op's plan:
 * a write whose op has an ADInplaceOrView kernel goes as it is where it comes from above autograd
   (the kernel up there counts it), and runs with ADInplaceOrView on where a handler issued it;
 * a write whose op has none, and any composite op, runs with ADInplaceOrView on, unless a handler
-  does by it what it was given and a kernel above counts that. Then it moves the
-  counters that its inner ops move, which is what happens on stock torch without any mode. Bumping
-  what the schema declares instead would be wrong: ``_native_batch_norm_legit`` saves the running
-  statistics that it then updates.
+  does by it what it was given and a kernel above counts that. Then it moves the counters that its
+  inner ops move, which is what happens on stock torch without any mode. Bumping what the schema
+  declares instead would be wrong: ``_native_batch_norm_legit`` saves the running statistics that it
+  then updates;
+* an op of someone else's without an Autograd kernel goes back above autograd where it came from
+  there, since stock torch records what its kernel calls; under a mode its gradient is lost.
 
 The dispatcher excludes ADInplaceOrView before it calls a handler, so a guard needs not read what
 was. `aten.detach` is the exception: C++ also calls the handler for it directly, when it makes a
@@ -30,9 +32,27 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded
+from ._torch import (
+    ADINPLACEORVIEW,
+    CONJUGATE,
+    NEGATIVE,
+    TensorBase,
+    is_excluded,
+    set_excluded,
+)
 from .info import version
-from .ledger import key_of, ledger
+from .ledger import ledger
+from .operands import (
+    first_tensor,
+    is_complex,
+    is_wrapper,
+    join_views,
+    joinable,
+    only_plain,
+    stripped,
+    undeclared,
+    written,
+)
 from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
 from .site import Site, issued_in_handler, locate, place_of, site_at
 from .watch import is_watched, note_write, watched
@@ -76,7 +96,7 @@ class TrackingMode(_torch.QuietMode):
             step, plan = _steps[op]
         except KeyError:
             step, plan = _steps[op] = _choose(func)
-        if types and not _only_plain(types):
+        if types and not only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
         if step is None:
             return op(*args, **kwargs) if kwargs else op(*args)
@@ -91,11 +111,11 @@ class TrackingMode(_torch.QuietMode):
         since modes below would not be asked.
         """
         passing, self._passing = self._passing, None
-        if passing is not None and passing[0] is func and passing[1] == _first_tensor(args):
+        if passing is not None and passing[0] is func and passing[1] == first_tensor(args):
             return NotImplemented
         if _mode_stack_len():
             return self._run_subclass(step, plan, func._op, args, kwargs)
-        self._passing = (func, _first_tensor(args))
+        self._passing = (func, first_tensor(args))
         _torch.push_mode(self)
         try:
             with _torch.marked_as_handler():
@@ -105,7 +125,7 @@ class TrackingMode(_torch.QuietMode):
             self._passing = None
 
     def _run_subclass(self, step: Step | None, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-        if step is _counted_write or step is _uncounted_write:
+        if step is not None and plan.writes:
             return step(self, plan, op, args, kwargs)
         # The native kernel of detach asks for another detach of what the handler returned, so with
         # ADInplaceOrView on there would be no end to it.
@@ -116,7 +136,7 @@ class TrackingMode(_torch.QuietMode):
         finally:
             set_excluded(ADINPLACEORVIEW, was)
         if plan.views:
-            _join_views(plan, args, kwargs, out)
+            join_views(plan, args, kwargs, out)
         return out
 
     def found_alias(self, plan: Plan) -> None:
@@ -172,16 +192,9 @@ def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) ->
     """A composite op that neither writes nor is sure to return a view."""
     set_excluded(ADINPLACEORVIEW, False)
     try:
-        return _stripped(op(*args, **kwargs), args)
+        return stripped(op(*args, **kwargs), args)
     finally:
         set_excluded(ADINPLACEORVIEW, True)
-
-
-def _foreign_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A view op without an ADInplaceOrView kernel: whatever its own kernel does, join counters."""
-    out = _guarded(mode, plan, op, args, kwargs)
-    _join_views(plan, args, kwargs, out)
-    return out
 
 
 def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -198,10 +211,10 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
         out = run(mode, plan, op, args, kwargs)
         mode.record(plan, sole, t, was, located)
         return out
-    written = _written(plan, args, kwargs)
-    before = [version(t) for _, t in written]
+    writes = written(plan, args, kwargs)
+    before = [version(t) for _, t in writes]
     out = run(mode, plan, op, args, kwargs)
-    for (argument, t), was in zip(written, before, strict=True):
+    for (argument, t), was in zip(writes, before, strict=True):
         mode.record(plan, argument, t, was, located)
     return out
 
@@ -213,18 +226,19 @@ def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> A
 def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has no ADInplaceOrView kernel."""
     watching = watched and is_watched(plan, args, kwargs)
-    written = _written(plan, args, kwargs)
-    before = [version(t) for _, t in written]
+    writes = written(plan, args, kwargs)
+    before = [version(t) for _, t in writes]
     located = locate(sys._getframe(2), plan, args, kwargs)
-    counted = located[0]
-    out = (_plain if counted else _guarded)(mode, plan, op, args, kwargs)
-    for (argument, t), was in zip(written, before, strict=True):
+    counted, in_handler, _ = located
+    run = _plain if counted else _recorded if _is_recorded(plan) and not in_handler else _guarded
+    out = run(mode, plan, op, args, kwargs)
+    for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
-        unseen = (argument.is_list or not plan.is_aten) and _is_wrapper(t) and not counted
+        unseen = (argument.is_list or not plan.is_aten) and is_wrapper(t) and not counted
         if unseen and was is not None and version(t) == was:
             torch.autograd.graph.increment_version(t)
     if mode.level or watching:
-        for (argument, t), was in zip(written, before, strict=True):
+        for (argument, t), was in zip(writes, before, strict=True):
             mode.record(plan, argument, t, was, located)
     return out
 
@@ -243,112 +257,99 @@ def _unsafe_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any
 def _undeclared(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """An op that may return memory of its arguments without its schema saying so."""
     out = op(*args, **kwargs)
-    inputs = [t for a in plan.arguments for t in a.tensors(args, kwargs)]
-    share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
-    for t in _tensors(out):
-        base = None if _is_any(t, inputs) else _base_among(t, inputs)
-        if base is not None:
-            mode.found_alias(plan)
-            if share and _joinable(t, base):
-                _torch.as_view_version_only(t, base)
+    _join_undeclared(mode, plan, args, kwargs, out)
     return out
 
 
+def _join_undeclared(mode: TrackingMode, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+    share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
+    for t, base in undeclared(plan, args, kwargs, out):
+        mode.found_alias(plan)
+        if share and joinable(t, base):
+            _torch.as_view_version_only(t, base)
+
+
+def _foreign(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """An op of someone else's that does not write, and has no ADInplaceOrView kernel."""
+    if _is_recorded(plan) and not issued_in_handler(sys._getframe(2), plan, args)[0]:
+        out = _recorded(mode, plan, op, args, kwargs)
+    else:
+        out = _guarded(mode, plan, op, args, kwargs)
+        join_views(plan, args, kwargs, out)
+    if not plan.views:
+        _join_undeclared(mode, plan, args, kwargs, out)
+    return out
+
+
+def _is_recorded(plan: Plan) -> bool:
+    """Whether autograd records what the op's kernel calls, for want of an Autograd kernel."""
+    if plan.is_aten or plan.is_composite or plan.has_native_kernel or plan.has_autograd_kernel:
+        return False
+    return not torch.is_inference_mode_enabled()
+
+
+def _recorded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """Let autograd record what the kernel calls, which it would not do below any mode."""
+    with _torch.above_autograd():
+        return op(*args, **kwargs)
+
+
+def _resolving(step: Step, always: bool) -> Step:
+    """The step, with conj and neg bits resolved in whatever its kernel calls.
+
+    The dispatcher excludes Conjugate and Negative before it calls a handler. Under a mode that does
+    nothing, `linalg_pinv` reads its conjugated views as they lie in memory, and is wrong.
+    """
+
+    def resolving(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+        if not (always or is_complex(args)):
+            return step(mode, plan, op, args, kwargs)
+        set_excluded(CONJUGATE, False)
+        set_excluded(NEGATIVE, False)
+        try:
+            return step(mode, plan, op, args, kwargs)
+        finally:
+            set_excluded(CONJUGATE, True)
+            set_excluded(NEGATIVE, True)
+
+    return resolving
+
+
 def _choose(func: Any) -> tuple[Step | None, Plan]:
-    """The step for an op; None if it goes straight through."""
+    """The step for an op, None if it goes straight through, and its plan."""
     plan = plan_of(func)
+    step = _step_of(plan)
+    if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
+        step = _resolving(step or _plain, always=plan.is_composite)
+    return step, plan
+
+
+def _step_of(plan: Plan) -> Step | None:
     if plan.writes:
         counted = plan.has_native_kernel and not plan.is_composite
-        return (_counted_write if counted else _uncounted_write), plan
+        return _counted_write if counted else _uncounted_write
     if plan.is_composite:
-        return _guarded, plan
+        return _guarded
     if plan.qualified == "aten::detach":
-        return _detach_view, plan
-    if plan.views:
-        return (_view if plan.has_native_kernel else _foreign_view), plan
+        return _detach_view
+    if plan.views and plan.has_native_kernel:
+        return _view
+    if plan.views or not (plan.is_aten or plan.has_native_kernel):
+        return _foreign
     if plan.qualified == "aten::_unsafe_view":
-        return _unsafe_view, plan
-    return (_undeclared if plan.may_alias_undeclared else None), plan
+        return _unsafe_view
+    return _undeclared if plan.may_alias_undeclared else None
+
+
+def step_for(func: Any) -> tuple[Step | None, Plan]:
+    """The step for an op, None if it goes straight through, and its plan; chosen once."""
+    try:
+        return _steps[func._op]
+    except KeyError:
+        chosen = _steps[func._op] = _choose(func)
+        return chosen
 
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
 _steps: dict[Any, tuple[Step | None, Plan]] = {}
 caches.append(_steps)
-
-
-# ------------------------------------------------------------------------------ helpers
-
-
-def _join_views(plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
-    """Give outputs that the schema calls views the counters of their bases."""
-    outs = out if plan.returns > 1 else (out,)
-    for output in plan.views:
-        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
-        for t in outs[output.index] if output.is_list else (outs[output.index],):
-            for base in bases:
-                if _joinable(t, base) and not _is_any(t, bases):
-                    _torch.as_view_version_only(t, base)
-
-
-def _stripped(out: Any, args: Any) -> Any:
-    """The outputs without view metadata, sharing the counters they share. Run it under the guard.
-
-    An output that is an argument keeps what it has.
-    """
-    if isinstance(out, torch.Tensor):
-        return _detach(out) if out._is_view() and not _is_any(out, args) else out
-    if isinstance(out, (list, tuple)):
-        return type(out)(_stripped(t, args) for t in out)
-    return out
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [t for part in out for t in _tensors(part)]
-    return []
-
-
-def _is_any(t: Any, candidates: Any) -> bool:
-    return any(t is c or (isinstance(c, (list, tuple)) and _is_any(t, c)) for c in candidates)
-
-
-def _base_among(t: torch.Tensor, inputs: list[Any]) -> Any:
-    key = key_of(t)
-    return next((base for base in inputs if key_of(base) == key), None)
-
-
-def _joinable(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether t may be given base's counter: it aliases it and has no metadata to lose.
-
-    Of a wrapper's storage nothing can be told, so there the schema is believed.
-    """
-    if not isinstance(t, torch.Tensor) or t.is_inference() or base.is_inference():
-        return False
-    if t.requires_grad or t._is_view():
-        return False
-    return key_of(t) == key_of(base) or (_is_wrapper(t) and _is_wrapper(base))
-
-
-def _is_wrapper(t: torch.Tensor) -> bool:
-    return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _only_plain(types: Any) -> bool:
-    """Whether no subclass takes part: 2.6 names torch.Tensor where C++ asks for a detach."""
-    return all(cls is torch.Tensor for cls in types)
-
-
-def _first_tensor(args: Any) -> int | None:
-    """The identity of the first tensor among the arguments, or in a list of them."""
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            return id(value)
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return id(value[0])
-    return None
-
-
-def _written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
-    return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]

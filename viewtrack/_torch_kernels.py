@@ -1,0 +1,64 @@
+"""Private torch: which kernels the dispatcher has for an op.
+
+A part of the one room that `_torch.py` is; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1. Ops are
+named as the dispatcher names them, ``"aten::add_.Tensor"``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+_AUTOGRAD_KEYS = (
+    "Autograd",
+    *(
+        f"Autograd{backend}"
+        for backend in (
+            "CPU",
+            "CUDA",
+            "Functionality",
+            "HPU",
+            "IPU",
+            "Lazy",
+            "MPS",
+            "MTIA",
+            "Meta",
+            "NestedTensor",
+            "Other",
+            "PrivateUse1",
+            "XLA",
+            "XPU",
+        )
+    ),
+)
+
+
+def _has(name: str, key: str) -> bool:
+    try:
+        return bool(_has_kernel(name, key))
+    except RuntimeError:  # an op that the dispatcher query does not know (prim::device)
+        return False
+
+
+def has_native_kernel(name: str) -> bool:
+    """Whether the op has an ADInplaceOrView kernel; False if the dispatcher does not know it."""
+    return _has(name, "ADInplaceOrView")
+
+
+def has_composite_kernel(name: str) -> bool:
+    """Whether the op is CompositeImplicitAutograd: made of other ops, also for autograd."""
+    return _has(name, "CompositeImplicitAutograd")
+
+
+def has_autograd_kernel(name: str) -> bool:
+    """Whether the op has an Autograd kernel of any backend; without one its kernel is recorded."""
+    return any(_has(name, key) for key in _AUTOGRAD_KEYS)
+
+
+def is_made_of_other_ops(name: str) -> bool:
+    """Whether the op's kernel is one for all backends, below autograd, that calls other ops."""
+    explicit = _has(name, "CompositeExplicitAutograd") or _has(
+        name, "CompositeExplicitAutogradNonFunctional"
+    )
+    return explicit and not _has(name, "CPU")

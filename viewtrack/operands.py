@@ -1,0 +1,109 @@
+"""What an op was given and what it gave back: who is whom, and who may share whose counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _torch
+from .ledger import key_of
+from .plan import Argument, Plan
+
+_detach = _torch.TensorBase.detach
+
+
+def join_views(plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+    """Give outputs that the schema calls views the counters of their bases."""
+    outs = out if plan.returns > 1 else (out,)
+    for output in plan.views:
+        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
+        for t in outs[output.index] if output.is_list else (outs[output.index],):
+            for base in bases:
+                if joinable(t, base) and not is_any(t, bases):
+                    _torch.as_view_version_only(t, base)
+
+
+def undeclared(plan: Plan, args: Any, kwargs: Any, out: Any) -> list[tuple[Any, Any]]:
+    """Outputs that lie in the memory of an input, with that input."""
+    inputs = [t for a in plan.arguments for t in a.tensors(args, kwargs)]
+    found = []
+    for t in tensors(out):
+        base = None if is_any(t, inputs) else base_among(t, inputs)
+        if base is not None:
+            found.append((t, base))
+    return found
+
+
+def stripped(out: Any, args: Any) -> Any:
+    """The outputs without view metadata, sharing the counters they share. Run it under the guard.
+
+    An output that is an argument keeps what it has.
+    """
+    if isinstance(out, torch.Tensor):
+        return _detach(out) if out._is_view() and not is_any(out, args) else out
+    if isinstance(out, (list, tuple)):
+        return type(out)(stripped(t, args) for t in out)
+    return out
+
+
+def tensors(out: Any) -> list[torch.Tensor]:
+    """The tensors among an op's outputs."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [t for part in out for t in tensors(part)]
+    return []
+
+
+def is_any(t: Any, candidates: Any) -> bool:
+    """Whether t is one of the candidates, or in a list among them."""
+    return any(t is c or (isinstance(c, (list, tuple)) and is_any(t, c)) for c in candidates)
+
+
+def base_among(t: torch.Tensor, inputs: list[Any]) -> Any:
+    """The first input in whose memory t lies, or None."""
+    key = key_of(t)
+    return next((base for base in inputs if key_of(base) == key), None)
+
+
+def joinable(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether t may be given base's counter: it aliases it and has no metadata to lose.
+
+    Of a wrapper's storage nothing can be told, so there the schema is believed.
+    """
+    if not isinstance(t, torch.Tensor) or t.is_inference() or base.is_inference():
+        return False
+    if t.requires_grad or t._is_view():
+        return False
+    return key_of(t) == key_of(base) or (is_wrapper(t) and is_wrapper(base))
+
+
+def is_wrapper(t: torch.Tensor) -> bool:
+    """Whether t is of a class with a ``__torch_dispatch__`` of its own."""
+    return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def only_plain(types: Any) -> bool:
+    """Whether no subclass takes part: 2.6 names torch.Tensor where C++ asks for a detach."""
+    return all(cls is torch.Tensor for cls in types)
+
+
+def first_tensor(args: Any) -> int | None:
+    """The identity of the first tensor among the arguments, or in a list of them."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return id(value)
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return id(value[0])
+    return None
+
+
+def is_complex(args: Any) -> bool:
+    """Whether the first argument is a complex tensor."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_complex()
+
+
+def written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
+    """The tensors that the op writes, with the arguments that they were passed for."""
+    return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
