@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
 
+import torch
+
 from . import _torch
+from ._torch_dynamo import skip_dynamo
 from .site import Place
 
 _HANDLER = "__torch_dispatch__"
@@ -59,6 +62,7 @@ class HandlerCalls(threading.local):
 
     Args:
         returned: called with each handler call that returned, and what it returned.
+        raised: called with each handler call that raised, and what it raised.
 
     Attributes:
         innermost: the handler call that was entered last, or None.
@@ -66,8 +70,13 @@ class HandlerCalls(threading.local):
 
     innermost: HandlerCall | None = None
 
-    def __init__(self, returned: Callable[[HandlerCall, Any], None]) -> None:
+    def __init__(
+        self,
+        returned: Callable[[HandlerCall, Any], None],
+        raised: Callable[[HandlerCall, Exception], None],
+    ) -> None:
         self._returned = returned
+        self._raised = raised
 
     def issuer(self, func: Any) -> HandlerCall | None:
         """The handler call that issued `func` itself; None where handlers only passed it on."""
@@ -83,6 +92,9 @@ class HandlerCalls(threading.local):
         call = self.innermost = HandlerCall(mode, func, args, kwargs, outer)
         try:
             out = type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
+        except Exception as error:
+            self._raised(call, error)
+            raise
         finally:
             self.innermost = outer
         self._returned(call, out)
@@ -97,7 +109,8 @@ class HandlerCalls(threading.local):
         enter, leave = mode_class.__enter__, mode_class.__exit__
 
         def enter_bracketed(mode: Any) -> Any:
-            _put_bracket(mode, self)
+            if not torch.compiler.is_compiling():  # traced code is left alone
+                _put_bracket(mode, self)
             return enter(mode)
 
         def leave_bracketed(mode: Any, *exc: Any) -> Any:
@@ -125,6 +138,7 @@ class _Bracket:
         self.calls = calls
         self.depth = 0
 
+    @skip_dynamo
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.calls.run(mode, func, types, args, kwargs)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _torch
+from ._torch_dynamo import skip_dynamo
 from .mode import Record, Tracker, active
 from .plan import Plan, plan_of
 from .tracking import TrackingMode
@@ -39,6 +40,7 @@ class ObservingMode(TrackingMode):
         super().__init__(active.found_alias)
         self._observe = observe
 
+    @skip_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented and isinstance(func, _torch.OpOverload):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ._torch_dynamo import skip_dynamo
 from .ledger import Entry, ledger
 from .site import Place, place_of, site_at, user_frame
 from .smuggled import Hazard, brief, is_told, writes_since
@@ -52,8 +53,11 @@ class SavedTensors:
 
         def enter_wrapped(hooks: Any) -> Any:
             own = hooks.pack_hook, hooks.unpack_hook
-            if not isinstance(own[0], torch.nn.Module):  # a GraphModule is for the compiler to read
-                hooks.pack_hook, hooks.unpack_hook = self._wrap(*own)
+            # What the compiler traces, or put there for itself to read, is left alone.
+            if torch.compiler.is_compiling() or isinstance(own[0], torch.nn.Module):
+                return enter(hooks)
+            wrapped = _Wrapped(self, hooks)
+            hooks.pack_hook, hooks.unpack_hook = wrapped.pack, wrapped.unpack
             try:
                 return enter(hooks)
             finally:
@@ -65,21 +69,8 @@ class SavedTensors:
         finally:
             _hooks.__enter__ = enter
 
-    def _wrap(self, pack: Any, unpack: Any) -> tuple[Any, Any]:
-        def pack_noting(t: torch.Tensor) -> _Packed:
-            entry = ledger.open(t)
-            count = entry.count
-            return _Packed(pack(t), entry, count, self._place())
-
-        def unpack_judging(packed: _Packed) -> Any:
-            t = unpack(packed.value)
-            if isinstance(t, torch.Tensor):
-                self._judge(t, packed, pack, unpack)
-            return t
-
-        return pack_noting, unpack_judging
-
-    def _judge(self, t: torch.Tensor, packed: _Packed, pack: Any, unpack: Any) -> None:
+    def judge(self, t: torch.Tensor, packed: _Packed, keeper: str) -> None:
+        """Look whether what an unpack hook returned was written since it was packed."""
         entry = packed.entry
         if entry.count == packed.count or ledger.entry(t) is not entry:
             return
@@ -90,16 +81,44 @@ class SavedTensors:
                     op="",
                     result=brief(t),
                     saved=site_at(packed.place),
-                    keeper=_name(pack),
+                    keeper=keeper,
                     writes=tuple(writes),
-                    use=f"by {_name(unpack)} for backward",
-                    used=site_at(self._place()),
+                    use="in backward, which does not check what a hook hands out",
+                    used=site_at(self.place()),
                 )
             )
 
-    def _place(self) -> Place:
+    def place(self) -> Place:
+        """The user's line that is running."""
         return place_of(user_frame(sys._getframe()), stack=self._stack)
 
 
-def _name(hook: Any) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__)).replace(".<locals>", "")
+class _Wrapped:
+    """A pair of hooks that does what another does, and looks at what it keeps."""
+
+    def __init__(self, saved: SavedTensors, hooks: Any) -> None:
+        self._saved = saved
+        self._pack = hooks.pack_hook
+        self._unpack = hooks.unpack_hook
+        self._keeper = _name(hooks)
+
+    @skip_dynamo
+    def pack(self, t: torch.Tensor) -> _Packed:
+        entry = ledger.open(t)
+        count = entry.count
+        return _Packed(self._pack(t), entry, count, self._saved.place())
+
+    @skip_dynamo
+    def unpack(self, packed: _Packed) -> Any:
+        t = self._unpack(packed.value)
+        if isinstance(t, torch.Tensor):
+            self._saved.judge(t, packed, self._keeper)
+        return t
+
+
+def _name(hooks: Any) -> str:
+    """What a pair of hooks is known by: its class, or the function that packs."""
+    if type(hooks) is not _hooks:
+        return str(type(hooks).__qualname__)
+    pack = hooks.pack_hook
+    return str(getattr(pack, "__qualname__", type(pack).__qualname__)).replace(".<locals>", "")

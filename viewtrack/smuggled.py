@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class SmuggledTensors:
     """
 
     def __init__(self, found: Callable[[Hazard], None], *, stack: bool = False) -> None:
-        self.calls = HandlerCalls(self._judge)
+        self.calls = HandlerCalls(self._returned, self._raised)
         self._found = found
         self._stack = stack
 
@@ -144,27 +145,40 @@ class SmuggledTensors:
                 made = _made(t, call, issuer, inputs, innermost.serial)
                 notes_in(ledger.open(t)).add_made(t, made)
 
-    def _judge(self, call: HandlerCall, out: Any) -> None:
+    def _returned(self, call: HandlerCall, out: Any) -> None:
         """Look whether what a handler returned is something it kept, and was written since."""
         if call.has_run or _has_no_content(call.func):
             return
-        handed_out = [kept for t in tensors(out) if (kept := self._kept(t, call)) is not None]
-        read = [kept for kept in call.reads if kept.made.op == str(call.func)]
-        for kept in handed_out or read:
-            made = kept.made
-            place = call.place or self._place(call, call)
-            notes_in(kept.entry).told.update((write.op, write.site) for write in kept.writes)
-            self._found(
-                Hazard(
-                    op=made.op,
-                    result=kept.result,
-                    saved=site_at(made.place),
-                    keeper=made.keeper.__qualname__ if made.keeper is not None else "",
-                    writes=kept.writes,
-                    use=f"by {type(call.mode).__qualname__} in place of {call.func}",
-                    used=site_at(place),
-                )
+        returned = [kept for t in tensors(out) if (kept := self._kept(t, call)) is not None]
+        for kept in returned or self._of_same_op(call.reads, call):
+            self._tell(kept, call, f"in place of {call.func}")
+
+    def _raised(self, call: HandlerCall, error: Exception) -> None:
+        """Look for what made a handler raise: many caches check, and cannot tell who wrote."""
+        if call.has_run:
+            return
+        found = [self._kept(t, call) for t in _held_by_frames(error.__traceback__)]
+        for kept in self._of_same_op({id(k.made): k for k in found if k}.values(), call):
+            how = f"in place of {call.func}, but it raised {type(error).__name__}: {error}"
+            self._tell(kept, call, how)
+
+    def _of_same_op(self, kept: Iterable[_Kept], call: HandlerCall) -> list[_Kept]:
+        return [k for k in kept if k.made.op == str(call.func)]
+
+    def _tell(self, kept: _Kept, call: HandlerCall, how: str) -> None:
+        made = kept.made
+        notes_in(kept.entry).told.update((write.op, write.site) for write in kept.writes)
+        self._found(
+            Hazard(
+                op=made.op,
+                result=kept.result,
+                saved=site_at(made.place),
+                keeper=made.keeper.__qualname__ if made.keeper is not None else "",
+                writes=kept.writes,
+                use=f"by {type(call.mode).__qualname__} {how}",
+                used=site_at(call.place or self._place(call, call)),
             )
+        )
 
     def _kept(self, t: torch.Tensor, call: HandlerCall) -> _Kept | None:
         """What is known of t if it was kept from before `call`, and written since."""
@@ -259,6 +273,16 @@ def brief(t: torch.Tensor) -> str:
 
 _SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "int": "i", "uint": "u"}
 _DTYPE = re.compile(r"^(bfloat|float|complex|uint|int)(?=\d)")
+
+
+def _held_by_frames(traceback: TracebackType | None) -> Iterator[torch.Tensor]:
+    """The tensors in the local variables of a traceback, and in the attributes of those."""
+    while traceback is not None:
+        for value in list(traceback.tb_frame.f_locals.values()):
+            yield from tensors(value)
+            if not isinstance(value, (torch.Tensor, type)):
+                yield from tensors(list(getattr(value, "__dict__", {}).values()))
+        traceback = traceback.tb_next
 
 
 def _has_no_content(func: Any) -> bool:

@@ -99,7 +99,7 @@ def _program(args: argparse.Namespace) -> Program:
 def _ended(error: BaseException) -> str:
     """How an exception that ends the program is told in the report."""
     if not isinstance(error, SystemExit):
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
     if error.code is None:
         return "exit status 0"
     return f"exit status {error.code if isinstance(error.code, int) else 1}"

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from ..errors import ViewTrackError
+
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -122,29 +124,34 @@ def hide_own_frames() -> None:
     def hook_without_own_frames(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        traceback = program_frames(traceback)
+        traceback = program_frames(value, traceback)
         hook(kind, value.with_traceback(traceback), traceback)  # the native hook looks at `value`
 
     sys.excepthook = hook_without_own_frames
 
 
-def program_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback less our frames and what lies above them.
+def program_frames(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback of `error` less our frames and what lies above them.
 
-    Where an error arose in viewtrack, its last frame stays; a script that cannot be compiled has
-    no frame at all, as under `python`.
+    The last frame stays if the error may have arisen in it, and not in an op that it called. A
+    script that cannot be compiled has no frame at all, as under `python`.
     """
     entries = []
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
-    for index, entry in enumerate(entries):
-        if entry.tb_frame.f_code is Program.run.__code__:
-            entries = entries[index + 1 :]
-            break
+    start = [i for i, entry in enumerate(entries) if entry.tb_frame.f_code is Program.run.__code__]
     kept = None
-    for entry in reversed(entries):
+    for entry in reversed(entries[start[0] + 1 :] if start else entries):
         filename = entry.tb_frame.f_code.co_filename
-        if filename != __file__ and (kept is None or not filename.startswith(PACKAGE)):
+        arose_here = kept is None and filename != __file__ and not _may_be_torch(error)
+        if arose_here or not filename.startswith(PACKAGE):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
+
+
+def _may_be_torch(error: BaseException) -> bool:
+    """Whether an error is of a kind that ops raise, of which C++ leaves no frame."""
+    return isinstance(error, (RuntimeError, IndexError, ValueError)) and not isinstance(
+        error, ViewTrackError
+    )

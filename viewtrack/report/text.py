@@ -13,6 +13,9 @@ from .model import HazardRow, Report
 #: How many rows of a table are shown.
 LIMIT = 20
 
+#: How many characters of a source line are shown.
+SOURCE = 72
+
 
 def to_text(report: Report, limit: int | None = LIMIT) -> str:
     """The report as text, hazards first.
@@ -130,7 +133,9 @@ def _line(site: Site) -> str:
     """File, line and function of a site, and the source line where it can be read."""
     if site == UNKNOWN or not site.lineno:
         return "line unknown"
-    source = linecache.getline(site.filename, site.lineno).strip()
+    source = " ".join(linecache.getline(site.filename, site.lineno).split())
+    if len(source) > SOURCE:
+        source = f"{source[: SOURCE - 3]}..."
     return _where(site.filename, site.lineno, site.function) + (f":  {source}" if source else "")
 
 
