@@ -60,22 +60,23 @@ set_excluded: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_ex
 is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
 """Whether this thread excludes a dispatch key."""
 
-# A key above Autograd that nothing in torch uses, to give `_Carrier` tensors a kernel of ours.
-_CARRIER = "TESTING_ONLY_GenericWrapper"
+# A key above Autograd that nothing in torch uses, so tensors that have it can have kernels of ours.
+CARRIER = "TESTING_ONLY_GenericWrapper"
 
 
-def _keys(*names: str) -> Any:
+def key_set(*names: str) -> Any:
+    """A DispatchKeySet of the keys so named."""
     keys = (_C.DispatchKeySet(_C._parse_dispatch_key(name)) for name in names)
     return functools.reduce(operator.or_, keys)
 
 
-_AUTOGRAD = _keys("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-_ADINPLACEORVIEW = _keys("ADInplaceOrView")
+_AUTOGRAD = key_set("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+_ADINPLACEORVIEW = key_set("ADInplaceOrView")
 _NONE = _AUTOGRAD - _AUTOGRAD
 # What a Python key handler, or an Autograd kernel, excludes and a call from user code does not.
-_BELOW_AUTOGRAD = _keys(
+_BELOW_AUTOGRAD = key_set(
     *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
-    *("Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", _CARRIER),
+    *("Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", CARRIER),
 )
 
 
@@ -124,7 +125,7 @@ def inplace_or_view() -> Iterator[None]:
 
 def only_inplace_or_view() -> AbstractContextManager[None]:
     """Let ADInplaceOrView kernels run inside, and no Autograd kernel."""
-    return _exclusion(_AUTOGRAD | _keys(_CARRIER), _ADINPLACEORVIEW)
+    return _exclusion(_AUTOGRAD | key_set(CARRIER), _ADINPLACEORVIEW)
 
 
 def above_autograd() -> AbstractContextManager[None]:
@@ -184,6 +185,14 @@ class QuietMode(TorchDispatchMode):
         return False
 
 
+def is_dynamo_disable(function: Any) -> bool:
+    """Whether it is torch's dynamo-disable around another function, its ``__wrapped__``."""
+    return getattr(function, "__code__", None) is _DISABLE_CODE
+
+
+_DISABLE_CODE = torch._disable_dynamo(lambda: None).__code__
+
+
 class _Answer(QuietMode):
     """Answers one op, and the `detach` that a native kernel may ask of the answer, with `t`."""
 
@@ -204,7 +213,6 @@ class _Answer(QuietMode):
 _ALIAS = aten.alias.default
 _AS_STRIDED = aten.as_strided.default
 _DETACH = aten.detach.default
-_NESTED_VIEW = aten._nested_view_from_buffer.default
 _MAKE_DUAL = aten._make_dual.default
 
 
@@ -331,7 +339,7 @@ def functorch_is_active() -> bool:
 
 def has_python_key(t: torch.Tensor) -> bool:
     """Whether t's ops go to a __torch_dispatch__ of its class: a wrapper has no memory, often."""
-    return bool(_C._dispatch_keys(t).has(DispatchKey.Python))
+    return bool(_C._dispatchkey_set(t).has(DispatchKey.Python))
 
 
 def is_infra_class(cls: type) -> bool:
@@ -368,62 +376,3 @@ def tangent(t: torch.Tensor) -> torch.Tensor | None:
         dual = torch.autograd.forward_ad.unpack_dual(t)
         found: torch.Tensor | None = dual.tangent
         return found
-
-
-# ------------------------------------------------------------------------------ Python view_fn
-
-
-class _Carrier(torch.Tensor):
-    """Carries a Python view_fn inside a native ViewFunc.
-
-    The ViewFunc of _nested_view_from_buffer keeps the three tensors it was called with and calls
-    the op again to replay. Given a carrier, the replay dispatches to the kernel below, which
-    applies the carried function; the ViewFunc owns the carrier, so its life is the view's.
-    """
-
-    replay: Callable[[torch.Tensor], torch.Tensor]
-    __torch_function__ = _C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, replay: Callable[[torch.Tensor], torch.Tensor]) -> _Carrier:
-        self: _Carrier = torch.Tensor._make_wrapper_subclass(
-            cls, (0,), dtype=torch.int64, _extra_dispatch_keys=_keys(_CARRIER)
-        )
-        self.replay = replay
-        return self
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # Reached where the carrier key is excluded, that is below autograd.
-        if func is _NESTED_VIEW:
-            return _replay(*args)
-        return NotImplemented
-
-
-def _replay(self: torch.Tensor, carrier: _Carrier, *_: Any) -> torch.Tensor:
-    return carrier.replay(self)
-
-
-_libraries: list[torch.library.Library] = []
-
-
-def _register_replay() -> None:
-    lib = torch.library.Library("aten", "IMPL")
-    lib.impl("_nested_view_from_buffer", _replay, _CARRIER)
-    _libraries.append(lib)
-
-
-def as_view_with_fn(
-    t: torch.Tensor, base: torch.Tensor, replay: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Native ``as_view(base, t)`` with a Python view_fn, and without an Autograd kernel.
-
-    t gets no grad_fn. To have one made by `replay`, call this while base's counter is far away.
-    """
-    if not _libraries:
-        _register_replay()
-    carrier = _Carrier(replay)
-    with only_inplace_or_view():
-        answering(_NESTED_VIEW, t, _NESTED_VIEW, base, carrier, carrier, carrier)

@@ -30,6 +30,7 @@ from ._torch import (
     is_excluded,
     torch_function_modes,
 )
+from ._torch_view_fn import as_view_with_fn
 from .aliasing import brief, dims, shares_or_unknown, shares_storage
 from .errors import AliasingError, AutogradMetadataError, ViewTrackError
 from .markable import (
@@ -270,7 +271,7 @@ def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation
         # register_hook on a stale one crashes. And first, while t is still untouched.
         with _torch.above_autograd(), torch.enable_grad():
             out = replay.checked(base)
-    _native(_torch.as_view_with_fn, t, base, replay)
+    _native(as_view_with_fn, t, base, replay)
     if history:
         _torch.take_history(t, out)
     if _torch.creation_meta(t) is not final:
@@ -294,7 +295,7 @@ class _Replay:
         # Double backward through CopySlices writes to what it replayed, and native refuses that of
         # a custom Function's view; a view marked as t was may be written.
         view = out.detach()
-        _torch.as_view_with_fn(view, base, self)
+        as_view_with_fn(view, base, self)
         if out.requires_grad:
             _torch.take_history(view, out)
         return view
