@@ -199,9 +199,9 @@ class Watch:
             found = [write for write, _ in self._reached or ()]
             more = self._more
         seen = [write for write in found if write.op != UNSEEN]
-        t = self.tensor if t is None else t
-        if self._digest is None or (seen and not self._content):
+        if self._digest is None or ((seen or not found) and not self._content):
             return found, more
+        t = self.tensor if t is None else t
         if same_bytes(fingerprint(t), self._digest):
             with _lock:  # what no mode saw so far went elsewhere
                 self._reached = [item for item in self._reached or () if item[0].op != UNSEEN]
