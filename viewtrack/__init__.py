@@ -6,6 +6,7 @@ from .explain import explain
 from .info import ViewInfo, version, view_info, with_tracking
 from .ledger import storage_version
 from .mode import Tracker, track
+from .subclass import correct_aliasing
 from .view import mark_as_view, share_version
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "Tracker",
     "ViewInfo",
     "ViewTrackError",
+    "correct_aliasing",
     "explain",
     "mark_as_view",
     "share_version",

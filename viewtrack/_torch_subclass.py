@@ -1,0 +1,65 @@
+"""Private torch that wrapper subclasses need; a part of the room that `_torch.py` is.
+
+Tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ._torch import mode_stack_len
+from ._torch_guard import no_torch_dispatch
+
+_C: Any = torch._C
+
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""A tensor of a subclass with sizes, strides and a storage of its own, but no memory."""
+
+no_torch_function_impl: Any = _C._disabled_torch_function_impl
+"""The __torch_function__ of a class that wants none."""
+
+is_torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
+"""Whether __torch_function__ of subclasses is asked here."""
+
+point_storage: Callable[[torch.Tensor, torch.Tensor], None] = torch._functionalize_unsafe_set
+"""Point a tensor's storage at another's; sizes, strides and offset stay."""
+
+increment_version: Callable[[tuple[torch.Tensor, ...]], None] = _C._increment_version
+"""Move version counters by one; `torch.autograd.graph.increment_version` looks at types first."""
+
+
+def set_conj_and_neg(t: torch.Tensor, like: torch.Tensor) -> None:
+    """Give the wrapper t the conj and neg bits of `like`, for the kernels above Python to see."""
+    _C._set_conj(t, like.is_conj())
+    _C._set_neg(t, like.is_neg())
+
+
+def active_modes() -> list[Any]:
+    """The user modes on this thread's stack, the lowest first."""
+    return [_C._get_dispatch_stack_at(i) for i in range(mode_stack_len())]
+
+
+def asks_handler_for_sizes(t: torch.Tensor) -> bool:
+    """Whether t is a FunctionalTensor, which has its sizes from the tensor inside."""
+    module = sys.modules.get("torch._subclasses.functional_tensor")
+    return module is not None and isinstance(t, module.FunctionalTensor)
+
+
+def run_metadata_op(func: OpOverload, args: Any, kwargs: Any) -> None:
+    """Run an op that changes sizes, strides or storage on wrappers themselves.
+
+    Relies on the Meta kernels of such ops (``resize_``, ``set_``, ``t_``), which touch no memory,
+    as ``return_and_correct_aliasing`` does.
+    """
+    was = _C._meta_in_tls_dispatch_include()
+    with no_torch_dispatch():
+        _C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(*args, **kwargs)
+        finally:
+            _C._set_meta_in_tls_dispatch_include(was)

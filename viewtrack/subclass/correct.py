@@ -1,0 +1,344 @@
+"""`correct_aliasing`: the last line of any ``__torch_dispatch__`` handler.
+
+One step function per kind of op, chosen once from the op's plan. It does what
+``torch.utils._python_dispatch.return_and_correct_aliasing`` does, and in addition keeps inner
+counters, mends what native kernels refuse, updates the sizes of an out= argument, and answers a
+mistake with an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_subclass
+from ..aliasing import shares_or_unknown
+from ..errors import AliasingError, ViewTrackError
+from ..plan import Argument, Output, Plan, plan_of
+from ..site import caller
+from . import kinds
+from .counters import count_inner_write, counted_natively, increment, share_inner_counters
+from .kinds import is_wrapper, kind_of, parts_of
+from .mend import fresh_alias, needs_mending, normal_alias
+
+Step = Callable[[Plan, Any, Any, Any, Any], Any]
+
+_kinds, _flattens = kinds.known, kinds.quiet_wrappers
+_point_storage = _torch_subclass.point_storage
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_is_torch_function_enabled = _torch_subclass.is_torch_function_enabled
+
+
+def correct_aliasing(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Make what a ``__torch_dispatch__`` handler returns tell the truth about memory.
+
+    Call it last: ``return viewtrack.correct_aliasing(func, args, kwargs, out)``, in the handler of
+    a wrapper subclass or of a mode. From the schema of `func`:
+
+    * outputs that view arguments get the storage of their base, lists of outputs too, and the inner
+      tensors of a wrapper that declares them (``__tensor_flatten__``) share the counters of the
+      base's inner tensors;
+    * outputs that are written arguments become those very arguments; a wrapper among them whose
+      sizes, strides or storage the op changed is changed too; its inner tensors' counters move, and
+      its own where no native kernel above moves it (``_foreach_*``, custom ops);
+    * an output with autograd metadata that the native kernel above would refuse, or silently
+      overwrite (it requires grad, is a view handed out before, or is the handler's own input) is
+      replaced by a fresh alias of it.
+
+    Semantics: the alias annotations of the op's schema; NOTE [ Autograd View Variables ] in
+    torch/csrc/autograd/variable.h; ``return_and_correct_aliasing``, which this replaces.
+
+    Args:
+        func: the OpOverload that the handler was called for. Higher-order ops go through.
+        args: its positional arguments, as the handler was given them.
+        kwargs: its keyword arguments, or None.
+        out: what the handler is about to return.
+
+    Returns:
+        What the handler is to return.
+
+    Raises:
+        AliasingError: real tensors of which the schema says that they share memory do not.
+        AutogradMetadataError: an output carries metadata and no fresh alias of it can be made.
+        ViewTrackError: `out` does not have the outputs that the schema promises.
+    """
+    try:
+        step, plan = _steps[func._op]
+    except KeyError:
+        step, plan = _steps[func._op] = _choose(func)
+    except AttributeError:  # a higher-order operator
+        return out
+    return step(plan, func, args, kwargs, out)
+
+
+# ------------------------------------------------------------------------------ functional ops
+
+
+def _functional(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    kind = _kinds.get(type(out))
+    if kind is None or not (kind.is_quiet or not _is_torch_function_enabled()):
+        return _looked_at(plan, args, out)
+    for a in args:
+        if a is out:
+            return _looked_at(plan, args, out)
+    return _looked_at(plan, args, out) if out.requires_grad or out._is_view() else out
+
+
+def _looked_at(plan: Plan, args: Any, out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return fresh_alias(out, plan, args) if needs_mending(out, args) else out
+    if isinstance(out, (list, tuple)):
+        return _mapped(out, lambda t: _looked_at(plan, args, t))
+    return out
+
+
+def _untouched(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    return out
+
+
+def _mapped(out: Any, change: Callable[[Any], Any]) -> Any:
+    """The same list or tuple if nothing in it changes."""
+    changed = [change(t) for t in out]
+    if all(new is old for new, old in zip(changed, out, strict=True)):
+        return out
+    return type(out)(changed)
+
+
+# ------------------------------------------------------------------------------ view ops
+
+
+def _view_of_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """One output that views the first argument, as nearly all view ops have."""
+    cls = type(out)
+    try:
+        base = args[0]
+        flattens = _flattens[cls]
+    except (IndexError, KeyError):
+        return _view(plan, func, args, kwargs, out)
+    if (
+        type(base) is not cls
+        or out is base
+        or out.requires_grad
+        or out._is_view()
+        or _is_inference_mode_enabled()
+    ):
+        return _view(plan, func, args, kwargs, out)
+    _point_storage(out, base)
+    if flattens and not counted_natively():
+        share_inner_counters(out, base)
+    return out
+
+
+def _view(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    outs = _outputs(plan, out)
+    for output in plan.views:
+        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
+
+        def corrected(t: Any, output: Output = output, bases: Any = bases) -> Any:
+            return _corrected_view(plan, output, bases, args, t)
+
+        value = outs[output.index]
+        if not output.is_list:
+            new = corrected(value)
+        elif isinstance(value, (list, tuple)):
+            new = _mapped(value, corrected)
+        else:
+            raise ViewTrackError(_unexpected(plan, output.index, value, "a list of tensors"))
+        if new is not value:
+            outs = type(outs)(new if i == output.index else v for i, v in enumerate(outs))
+    return outs if plan.returns > 1 else outs[0]
+
+
+def _corrected_view(plan: Plan, output: Output, bases: list[Any], args: Any, t: Any) -> Any:
+    if t is None or not bases:
+        return t
+    if not isinstance(t, torch.Tensor):
+        raise ViewTrackError(_unexpected(plan, output.index, t, "a tensor"))
+    if needs_mending(t, args):
+        t = fresh_alias(t, plan, args)
+    base = bases[0]
+    if torch.is_inference_mode_enabled() and is_wrapper(t) and not base.is_inference():
+        t = normal_alias(t, plan, args)
+    if not is_wrapper(t):
+        if not any(shares_or_unknown(t, b) for b in bases):
+            raise AliasingError(_not_shared(plan, output))
+    elif t.device == base.device:
+        _point_storage(t, base)
+        if type(t) is type(base) and kind_of(type(t)).flattens and not counted_natively():
+            share_inner_counters(t, base)
+    return t
+
+
+def _perhaps_view(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """A composite op, whose ``Tensor(a)`` says only that it may be a view: reshape, contiguous.
+
+    Below autograd or in inference mode it reaches handlers whole, and nothing above marks it.
+    """
+    outs = _outputs(plan, out)
+    for output in plan.views:
+        bases = [t for a in output.arguments for t in a.tensors(args, kwargs)]
+        value = outs[output.index]
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            new = is_wrapper(t) and bases and not any(t is b for b in bases)
+            if new and t.device == bases[0].device and _inner_alias(t, bases[0]):
+                _point_storage(t, bases[0])
+    return out
+
+
+def _inner_alias(t: Any, base: Any) -> bool:
+    """Whether inner tensors of both share storage; True where that cannot be told."""
+    if type(t) is not type(base) or not kind_of(type(t)).flattens:
+        return True
+    parts = dict(parts_of(base))
+    return any(name in parts and shares_or_unknown(p, parts[name]) for name, p in parts_of(t))
+
+
+# ------------------------------------------------------------------------------ write ops
+
+
+def _write_to_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """A counted in-place op that writes and returns its first argument."""
+    if not args:
+        return _write(plan, func, args, kwargs, out)
+    arg = args[0]
+    if kind_of(type(arg)).is_wrapper:
+        count_inner_write(arg)
+    return arg
+
+
+def _write(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    written = [t for a in plan.writes for t in a.tensors(args, kwargs) if is_wrapper(t)]
+    if written:
+        if plan.changes_metadata:
+            _change_metadata(func, args, kwargs, out, written[0])
+        if plan.has_native_kernel or plan.is_composite:
+            for t in written if plan.has_native_kernel else ():
+                count_inner_write(t)
+        elif _moves_counters(plan):
+            for t in written:
+                count_inner_write(t)
+                increment(t)
+    if not plan.written and not plan.views:
+        return out
+    outs = _outputs(plan, out)
+    return _with_arguments(plan, args, kwargs, outs)
+
+
+def _moves_counters(plan: Plan) -> bool:
+    """Whether an op without an ADInplaceOrView kernel moves counters on stock torch.
+
+    Foreach and custom ops do, by the ops that they are made of. Fused optimizers do not, nor does
+    batch norm for its running statistics, which it saves.
+    """
+    return not plan.is_aten or plan.qualified.startswith("aten::_foreach_")
+
+
+def _with_arguments(plan: Plan, args: Any, kwargs: Any, outs: Any) -> Any:
+    """The outputs, with written arguments in their places."""
+    if plan.views:
+        outs = _view(plan, None, args, kwargs, outs if plan.returns > 1 else outs[0])
+        outs = outs if plan.returns > 1 else (outs,)
+    new = list(outs)
+    for output in plan.written:
+        argument = output.arguments[0]
+        value = argument.of(args, kwargs)
+        if value is not None:
+            if argument.kwarg_only:
+                _follow_resize(value, new[output.index])
+            new[output.index] = value
+    if plan.returns == 1:
+        return new[0]
+    return type(outs)(new)
+
+
+def _follow_resize(arg: Any, out: Any) -> None:
+    """Give an out= wrapper the geometry of the result that replaces it, if that was resized."""
+    if out is arg or type(out) is not type(arg) or not is_wrapper(arg):
+        return
+    if out.shape != arg.shape:
+        _torch_subclass.run_metadata_op(_RESIZE, (arg, out.shape), {})
+        _torch_subclass.run_metadata_op(_AS_STRIDED, (arg, out.shape, out.stride(), 0), {})
+
+
+_RESIZE = torch.ops.aten.resize_.default
+_AS_STRIDED = torch.ops.aten.as_strided_.default
+
+
+def _change_metadata(func: Any, args: Any, kwargs: Any, out: Any, t: Any) -> None:
+    """Do to the wrapper's sizes, strides and storage what the op did to the inner tensor's."""
+    if _torch_subclass.asks_handler_for_sizes(t):
+        return
+    if func is _SET_NOTHING:
+        _torch_subclass.run_metadata_op(_RESIZE, (t, (0,)), {})
+        _torch_subclass.run_metadata_op(_AS_STRIDED, (t, (0,), (1,), 0), {})
+        _point_storage(t, torch.empty(0, dtype=t.dtype, device=t.device))
+        return
+    _torch_subclass.run_metadata_op(func, args, kwargs or {})
+
+
+_SET_NOTHING = torch.ops.aten.set_.default
+
+
+# ------------------------------------------------------------------------------ choosing
+
+
+def _choose(func: Any) -> tuple[Step, Plan]:
+    plan = plan_of(func)
+    if plan.writes:
+        simple = (
+            plan.has_native_kernel
+            and plan.returns == 1
+            and not plan.changes_metadata
+            and len(plan.writes) == 1
+            and len(plan.written) == 1
+            and _is_first(plan.writes[0])
+        )
+        return (_write_to_first if simple else _write), plan
+    if plan.views:
+        if plan.is_composite or (plan.is_aten and not plan.has_native_kernel):
+            return _perhaps_view, plan
+        first = plan.views[0]
+        simple = plan.returns == 1 and not first.is_list and len(first.arguments) == 1
+        return (_view_of_first if simple and _is_first(first.arguments[0]) else _view), plan
+    if plan.is_composite or plan.may_alias_undeclared:
+        return _untouched, plan
+    return _functional, plan
+
+
+def _is_first(argument: Argument) -> bool:
+    return argument.index == 0 and not argument.is_list and not argument.kwarg_only
+
+
+# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
+_steps: dict[Any, tuple[Step, Plan]] = {}
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+def _outputs(plan: Plan, out: Any) -> Any:
+    """The outputs as a tuple or list, one for each of the schema's."""
+    if plan.returns == 1:
+        return (out,)
+    if isinstance(out, (list, tuple)) and len(out) == plan.returns:
+        return out
+    raise ViewTrackError(_unexpected(plan, None, out, f"{plan.returns} outputs"))
+
+
+def _unexpected(plan: Plan, index: int | None, value: Any, wanted: str) -> str:
+    where = "" if index is None else f" as output {index}"
+    return (
+        f"the handler at {caller(4)} returned `{type(value).__name__}`{where} of `{plan.name}`, "
+        f"whose schema promises {wanted}; return what the op itself returns"
+    )
+
+
+def _not_shared(plan: Plan, output: Output) -> str:
+    names = " or ".join(f"`{a.name}`" for a in output.arguments)
+    return (
+        f"the handler at {caller(4)} returned for `{plan.name}` an output {output.index} that does "
+        f"not share memory with its argument {names}, as the schema says it does; return a view of "
+        f"the argument, not a copy"
+    )

@@ -1,0 +1,79 @@
+"""Let the counters of a wrapper's inner tensors tell what the wrapper's own counter tells.
+
+A handler runs below autograd, so what it does to inner tensors is counted nowhere: inner views get
+counters of their own, and inner writes move none. Where `track` is active, it sees to that itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_subclass
+from ..tracking import TrackingMode
+from .kinds import kind_of, likely_parts_of, parts_of
+
+
+def counted_natively() -> bool:
+    """Whether the inner ops of the handler that asks were counted as they ran."""
+    if _torch.mode_stack_len() and any(
+        isinstance(mode, TrackingMode) for mode in _torch_subclass.active_modes()
+    ):
+        return True
+    return not _torch.is_excluded(_torch.ADINPLACEORVIEW)
+
+
+def increment(t: torch.Tensor) -> None:
+    """Move the counter of t by one, if it has one."""
+    try:
+        _increment_version((t,))
+    except RuntimeError:  # an inference tensor has none
+        if not t.is_inference():
+            raise
+
+
+_increment_version = _torch_subclass.increment_version
+
+
+def count_inner_write(t: torch.Tensor) -> None:
+    """Move the counters of the inner tensors of a wrapper that an op has written."""
+    if counted_natively():
+        return
+    kind = kind_of(type(t))
+    if kind.flattens:
+        for _, part in parts_of(t):
+            increment(part)
+    elif kind.is_quiet or not _torch_subclass.is_torch_function_enabled():
+        _count_likely_parts(t)
+    else:
+        with _torch.no_torch_function():
+            _count_likely_parts(t)
+
+
+def _count_likely_parts(t: torch.Tensor) -> None:
+    base = t._base
+    for name, part in likely_parts_of(t):
+        base_part = None if base is None else vars(base).get(name)
+        if isinstance(base_part, torch.Tensor) and _can_share(part, base_part):
+            # Views of a class that does not declare its parts did not share when they were made.
+            _torch.as_view_version_only(part, base_part)
+        increment(part)
+
+
+def share_inner_counters(t: Any, base: Any) -> None:
+    """Let the inner tensors of a view share the counters of those of its base."""
+    base_parts = dict(parts_of(base))
+    for name, part in parts_of(t):
+        base_part = base_parts.get(name)
+        if base_part is not None and part is not base_part and _can_share(part, base_part):
+            _torch.as_view_version_only(part, base_part)
+
+
+def _can_share(part: torch.Tensor, base_part: torch.Tensor) -> bool:
+    if part.requires_grad or part._is_view() or part.is_inference() or base_part.is_inference():
+        return False
+    try:
+        return _torch.is_alias_of(part, base_part)
+    except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested
+        return False
