@@ -339,7 +339,7 @@ def functorch_is_active() -> bool:
 
 def has_python_key(t: torch.Tensor) -> bool:
     """Whether t's ops go to a __torch_dispatch__ of its class: a wrapper has no memory, often."""
-    return bool(_C._dispatchkey_set(t).has(DispatchKey.Python))
+    return bool(_C._dispatch_keys(t).has(DispatchKey.Python))
 
 
 def is_infra_class(cls: type) -> bool:
