@@ -18,7 +18,9 @@ _Dim = tuple[int, int]
 
 
 def region_of(t: torch.Tensor) -> Region | None:
-    """The part of its storage that a strided tensor covers now."""
+    """The part of its storage that a strided tensor covers now; None for other layouts."""
+    if t.layout is not torch.strided:
+        return None
     try:
         return Region(int(t.storage_offset()), tuple(t.size()), tuple(t.stride()), t.element_size())
     except (RuntimeError, NotImplementedError):

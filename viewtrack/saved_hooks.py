@@ -19,7 +19,7 @@ import torch
 from ._torch_dynamo import skip_dynamo
 from .ledger import Entry, ledger
 from .site import Place, place_of, site_at, user_frame
-from .smuggled import Hazard, brief, is_told, writes_since
+from .smuggled import Hazard, brief, is_told, name_of, writes_since
 
 _hooks: Any = torch.autograd.graph.saved_tensors_hooks
 
@@ -118,7 +118,4 @@ class _Wrapped:
 
 def _name(hooks: Any) -> str:
     """What a pair of hooks is known by: its class, or the function that packs."""
-    if type(hooks) is not _hooks:
-        return str(type(hooks).__qualname__)
-    pack = hooks.pack_hook
-    return str(getattr(pack, "__qualname__", type(pack).__qualname__)).replace(".<locals>", "")
+    return name_of(hooks.pack_hook if type(hooks) is _hooks else type(hooks))

@@ -173,9 +173,9 @@ class SmuggledTensors:
                 op=made.op,
                 result=kept.result,
                 saved=site_at(made.place),
-                keeper=made.keeper.__qualname__ if made.keeper is not None else "",
+                keeper=name_of(made.keeper) if made.keeper is not None else "",
                 writes=kept.writes,
-                use=f"by {type(call.mode).__qualname__} {how}",
+                use=f"by {name_of(type(call.mode))} {how}",
                 used=site_at(call.place or self._place(call, call)),
             )
         )
@@ -189,11 +189,11 @@ class SmuggledTensors:
             return None
         if any(ledger.entry(given) is entry for given in tensors((call.args, call.kwargs))):
             return None
-        own = {made.keeper, type(call.mode)}
+        writers, own = notes_in(entry).writers, (made.keeper, type(call.mode))
         writes = tuple(
             write
             for write in writes_since(entry, made.count, t)
-            if notes_in(entry).writers.get(write.count) not in own
+            if write.count not in writers or writers[write.count] not in own
         )
         if not writes:
             return None
@@ -263,6 +263,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors(item)
+
+
+def name_of(named: Any) -> str:
+    """A class or function by its name, without the functions that it was made in."""
+    return str(getattr(named, "__qualname__", type(named).__qualname__)).rpartition("<locals>.")[2]
 
 
 def brief(t: torch.Tensor) -> str:
