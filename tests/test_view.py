@@ -237,6 +237,20 @@ def test_grad_fn_is_that_of_view_fn_at_once(make):
     assert view.grad_fn.next_functions == ((base.grad_fn, 0),)
 
 
+@our_makers
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_creation_meta_is_the_callers_choice_whatever_the_mode(make, mode):
+    """As in C++, where as_view is told and does not look: a view that may be written, and flows."""
+    leaf = torch.ones(2, 3, requires_grad=True)
+    base = leaf * 2
+    with mode():
+        view = make(base, lambda t: t[1], vt.CreationMeta.DEFAULT)
+    assert view.grad_fn is not None
+    view.mul_(3)
+    view.sum().backward()
+    assert torch.equal(leaf.grad, torch.tensor([[0.0] * 3, [6.0] * 3]))
+
+
 @every_maker
 def test_base_that_requires_no_grad_gives_no_grad_fn(make):
     base = torch.zeros(2, 3)

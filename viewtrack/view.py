@@ -273,7 +273,8 @@ def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation
             out = replay.checked(base)
     _native(as_view_with_fn, t, base, replay)
     if history:
-        _torch.take_history(t, out)
+        with torch.enable_grad():
+            _torch.take_history(t, out)
     if _torch.creation_meta(t) is not final:
         _torch.set_creation_meta(t, final)
 
