@@ -189,12 +189,20 @@ def _detach_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any
 
 
 def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A composite op that neither writes nor is sure to return a view."""
+    """Run the op with ADInplaceOrView on."""
     set_excluded(ADINPLACEORVIEW, False)
     try:
         return stripped(op(*args, **kwargs), args)
     finally:
         set_excluded(ADINPLACEORVIEW, True)
+
+
+def _composite(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A composite op that does not write: issued by a handler, it comes whole."""
+    out = _guarded(mode, plan, op, args, kwargs)
+    if plan.may_alias_undeclared and not plan.views:
+        _join_undeclared(mode, plan, args, kwargs, out)
+    return out
 
 
 def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -329,7 +337,7 @@ def _step_of(plan: Plan) -> Step | None:
         counted = plan.has_native_kernel and not plan.is_composite
         return _counted_write if counted else _uncounted_write
     if plan.is_composite:
-        return _guarded
+        return _composite
     if plan.qualified == "aten::detach":
         return _detach_view
     if plan.views and plan.has_native_kernel:

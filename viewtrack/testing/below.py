@@ -65,9 +65,9 @@ def below_differences(call: Call, under: Under = track, apart: bool = False) -> 
         under: makes the context manager that holds around the handler.
         apart: whether outputs may lie in an input's memory with counters of their own.
     """
-    above, untracked = _Outcome(call, lambda body: body()), _Outcome(call, _in_handler)
+    above, untracked = _Outcome(call, lambda body: body()), _Outcome(call, in_handler)
     with under():
-        below = _Outcome(call, _in_handler)
+        below = _Outcome(call, in_handler)
     found: list[tuple[str, Any, Any]] = [("error", untracked.error, below.error)]
     if above.error is None and below.error is None:
         found += _compare(above, below, apart)
@@ -145,7 +145,8 @@ def _owner(t: torch.Tensor, outcome: _Outcome) -> str | None:
     return None
 
 
-def _in_handler(body: Callable[[], Any]) -> Any:
+def in_handler(body: Callable[[], Any]) -> Any:
+    """Call `body` in the handler of a dispatch mode."""
     results: list[Any] = []
 
     class Issuer(_torch.TorchDispatchMode):

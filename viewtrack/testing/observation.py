@@ -45,8 +45,11 @@ def observe(call: Call, under: Under = nullcontext) -> Observation:
             seen["error"] = describe_error(error)
         outputs = [t for t in _torch.tree_leaves(out) if isinstance(t, torch.Tensor)]
         named = _named(inputs.tensors, outputs)
+        owners, keys = _firsts(named, id), _firsts(named, key_of)
         for name, t in named.items():
-            seen.update(_metadata(name, t, named))
+            seen[f"{name}.is"] = owners[id(t)]
+            seen[f"{name}.storage"] = keys[key_of(t)]
+            seen.update(_metadata(name, t, owners))
         if call.compares_values and outputs:
             seen.update(_gradients(inputs, outputs))
     if call.compares_values:
@@ -69,10 +72,17 @@ def _named(
     return named
 
 
-def _metadata(name: str, t: torch.Tensor, named: dict[str, torch.Tensor]) -> Observation:
+def _firsts(named: dict[str, torch.Tensor], key: Callable[[Any], int]) -> dict[int, str]:
+    """The name of the first tensor with each key."""
+    firsts: dict[int, str] = {}
+    for name, t in named.items():
+        firsts.setdefault(key(t), name)
+    return firsts
+
+
+def _metadata(name: str, t: torch.Tensor, owners: dict[int, str]) -> Observation:
     base = t._base if t._is_view() else None
     facts = {
-        "is": next(other for other, u in named.items() if u is t),
         "type": type(t),
         "dtype": t.dtype,
         "layout": t.layout,
@@ -82,19 +92,18 @@ def _metadata(name: str, t: torch.Tensor, named: dict[str, torch.Tensor]) -> Obs
         "is_leaf": t.is_leaf,
         "grad_fn": describe_graph(t.grad_fn),
         "_is_view": t._is_view(),
-        "_base": None if base is None else _name_of(base, named),
+        "_base": None if base is None else _name_of(base, owners),
         "creation_meta": str(_torch.creation_meta(t)),
         "_version": version(t),
         "is_inference": t.is_inference(),
         "bits": (t.is_conj(), t.is_neg()),
-        "storage": next(other for other, u in named.items() if key_of(u) == key_of(t)),
     }
     return {f"{name}.{fact}": value for fact, value in facts.items()}
 
 
-def _name_of(base: torch.Tensor, named: dict[str, torch.Tensor]) -> str:
+def _name_of(base: torch.Tensor, owners: dict[int, str]) -> str:
     """The base by its name; if it was made inside, by its looks."""
-    name = next((name for name, t in named.items() if t is base), None)
+    name = owners.get(id(base))
     return name or f"inner {tuple(base.size())} {describe_graph(base.grad_fn)}"
 
 
@@ -143,15 +152,12 @@ def value_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def counters(named: dict[str, torch.Tensor]) -> Observation:
-    """Which tensors share a counter, told by moving each one. Moves them all."""
+    """Which tensors share a counter, told by writing a number of its own to each. Spoils them."""
     counted = {name: t for name, t in named.items() if version(t) is not None}
-    shared: Observation = {}
-    for name, t in counted.items():
-        before = {other: u._version for other, u in counted.items()}
-        torch.autograd.graph.increment_version(t)
-        moved = next(other for other, u in counted.items() if u._version != before[other])
-        shared[f"counter({name})"] = moved
-    return shared
+    for number, t in enumerate(counted.values()):
+        _torch.set_version(t, number)
+    first: dict[int, str] = {}
+    return {f"counter({name})": first.setdefault(t._version, name) for name, t in counted.items()}
 
 
 def same(a: Any, b: Any) -> bool:
