@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint as _checkpoint
 
-from ._torch import OpOverload, TorchDispatchMode
+from ._torch import (
+    ADINPLACEORVIEW,
+    OpOverload,
+    TensorBase,
+    TorchDispatchMode,
+    is_excluded,
+    no_torch_function,
+    set_excluded,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +32,9 @@ __all__ = [
     "CachedMode",
     "CachingMode",
     "cache_key",
+    "counter_of",
     "is_compiling",
+    "is_stock_caching",
     "no_torch_dispatch",
     "top_saved_tensors_hooks",
     "user_saved_tensors_hooks",
@@ -83,6 +93,11 @@ class CachedMode(_checkpoint._CachedTorchDispatchMode):
         return False
 
 
+def is_stock_caching(context: Any) -> bool:
+    """Whether a context is the first of torch's own pair."""
+    return isinstance(context, _checkpoint._CachingTorchDispatchMode)
+
+
 def is_compiling() -> bool:
     """Whether torch.compile or torch.export is tracing here, as torch's checkpoint asks it."""
     return bool(_checkpoint._is_compiling(None, (), {}))
@@ -107,3 +122,21 @@ def user_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The same without checkpoint's own; None before 2.14, where nothing asks for it."""
     ask = getattr(_checkpoint, "_current_user_saved_tensors_hooks", None)
     return None if ask is None else ask()
+
+
+def counter_of(t: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares t's version counter and keeps none of its memory alive.
+
+    No mode sees it made. Relies on the ADInplaceOrView kernel of detach, and on ``set_`` moving no
+    counter where that key is excluded.
+    """
+    with no_torch_dispatch(), no_torch_function(), torch.no_grad():
+        was = is_excluded(ADINPLACEORVIEW)
+        try:
+            set_excluded(ADINPLACEORVIEW, False)
+            counter: torch.Tensor = TensorBase.detach(t)
+            set_excluded(ADINPLACEORVIEW, True)
+            counter.set_()  # type: ignore[call-overload]
+        finally:
+            set_excluded(ADINPLACEORVIEW, was)
+    return counter

@@ -37,25 +37,30 @@ class Mutation:
     more: int = 0
 
 
-def mutation_error(subject: str, mutations: Sequence[Mutation], allow: str) -> MutatedTensorError:
+def mutation_error(
+    subject: str, mutations: Sequence[Mutation], allow: str, notes: Sequence[str] = ()
+) -> MutatedTensorError:
     """Make the error that tells of mutations.
 
     Args:
         subject: what the tensors are, "a tensor cached by selective checkpointing".
-        mutations: at least one; the first is the one that was about to be used.
+        mutations: the first is the one that was about to be used.
         allow: how a reader allows an op, with `{op}` in it; empty where that cannot be done.
+        notes: what else has changed, a line each.
     """
     lines = [f"{subject} has been mutated before it was reused"]
+    lines += [f"  {'changed':9} {note}" for note in notes]
     for mutation in mutations:
-        saved = mutation.watch.saved
-        lines.append(_row("saved", f"{saved.op} -> {brief(saved.dtype, saved.shape)}", saved.site))
+        kept = mutation.watch.saved
+        lines.append(_row("saved", f"{kept.op} -> {brief(kept.dtype, kept.shape)}", kept.site))
         for write in mutation.writes:
             lines += _written(mutation.watch, write)
         if mutation.more:
             lines.append(f"  {'':9} and {mutation.more} more writes")
     writes = [write for mutation in mutations for write in mutation.writes]
     lines += _mends(writes, allow)
-    return MutatedTensorError("\n".join(lines), saved=mutations[0].watch.saved, writes=writes)
+    saved = mutations[0].watch.saved if mutations else None
+    return MutatedTensorError("\n".join(lines), saved=saved, writes=writes)
 
 
 def _row(head: str, what: str, site: Site) -> str:

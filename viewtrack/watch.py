@@ -155,6 +155,15 @@ class Watch:
         dtype, shape = self._shape
         return Saved(self._op, dtype, tuple(shape), self._place)
 
+    @property
+    def has_fingerprint(self) -> bool:
+        """Whether the tensor itself is needed to tell what reached it."""
+        return self._digest is not None
+
+    def rename(self, op: str) -> None:
+        """Call what is kept by another name."""
+        self._op = op
+
     def release(self) -> None:
         """Stop watching."""
         with _lock:

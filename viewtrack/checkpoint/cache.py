@@ -12,6 +12,7 @@ from .. import _torch, _torch_guard
 from .._torch import ADINPLACEORVIEW, TensorBase, set_excluded
 from ..site import Place
 from ..watch import Watch, parts
+from .inputs import Inputs
 from .options import Options
 
 RECOMPUTE: Any = object()
@@ -47,10 +48,12 @@ class Cache:
     Attributes:
         entries: for each op its results, in order: a `Watch`, a `Kept` or a tensor, or a tree of
             these; or RECOMPUTE, or CONSUMED.
+        inputs: what the region starts from, where that is watched.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.inputs = Inputs(options) if options.check_inputs else None
         self.entries: dict[Any, list[Any]] = {}
 
     def keep(self, out: Any, op: str, place: Place, hooks: Any) -> Any:

@@ -74,14 +74,21 @@ class CachingMode(_torch_guard.CachingMode):
     def __enter__(self) -> Self:
         self._acts = _regions.depth == 0
         _regions.depth += 1
+        if self.cache.inputs is not None:
+            self.cache.inputs.begin()
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         _regions.depth -= 1
+        if self.cache.inputs is not None:
+            self.cache.inputs.end()
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        inputs = self.cache.inputs
+        if inputs is not None:
+            inputs.note(args, kwargs)
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return self._run(func, types, args, kwargs)
         saving = not POLICY_IN_FORWARD_ONLY and is_saving(
@@ -91,10 +98,12 @@ class CachingMode(_torch_guard.CachingMode):
         if POLICY_IN_FORWARD_ONLY:
             context = _Context(is_recompute=False, op_output=out)
             saving = is_saving(self._policy(context, func, *args, **kwargs))
-        if saving:
+        if saving and not only_writes(func):
             self._file(func, args, self._kept(func, out))
         elif POLICY_IN_FORWARD_ONLY:
             self._file(func, args, RECOMPUTE)
+        if inputs is not None:
+            inputs.made(out)
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -136,6 +145,8 @@ class CachedMode(_torch_guard.CachedMode):
         self.func_counter: dict[Any, int] = {}  # torch's own name: its __enter__ clears it
 
     def __enter__(self) -> Self:
+        if self.cache.inputs is not None:
+            self.cache.inputs.check()
         # From the start, so that a second backward is told that it is one too many.
         self.func_counter.clear()
         self._acts = _regions.depth == 0
@@ -190,7 +201,8 @@ class CachedMode(_torch_guard.CachedMode):
 
     def _find_in_queue(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As torch before 2.13 does it."""
-        if not is_saving(self._policy(_Context(is_recompute=True), func, *args, **kwargs)):
+        context = _Context(is_recompute=True)
+        if not is_saving(self._policy(context, func, *args, **kwargs)) or only_writes(func):
             return RECOMPUTE
         entries = self.cache.entries.get(func)
         if entries is None:
@@ -198,6 +210,19 @@ class CachedMode(_torch_guard.CachedMode):
         if not entries:
             raise RuntimeError(_EXTRA_TIME)
         return entries.pop(0)
+
+
+def only_writes(func: Any) -> bool:
+    """Whether an op gives back nothing but what it wrote.
+
+    Such a result cannot be handed out in place of the op, since its caller has the written tensor
+    already and does not look at what comes back. So it is never kept, whatever the policy says.
+    Torch keeps it, and then raises, or leaves out the write if its check is off.
+    """
+    if not hasattr(func, "_op"):
+        return False
+    plan = step_for(func)[1]
+    return bool(plan.writes) and len(plan.written) == plan.returns
 
 
 def is_saving(answer: Any) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from ..errors import MutatedTensorError
 from ..mutation_text import Mutation, mutation_error
 from ..watch import Watch, is_allowed
@@ -42,10 +44,17 @@ class Options:
         """Whether bytes decide, and not writes."""
         return self.check == "content"
 
-    def mutation_of(self, watches: Iterable[Watch]) -> Mutation | None:
-        """What reached a kept tensor through any of its parts, less what is allowed."""
+    def mutation_of(
+        self, watches: Iterable[Watch], t: torch.Tensor | None = None
+    ) -> Mutation | None:
+        """What reached a kept tensor through any of its parts, less what is allowed.
+
+        Args:
+            watches: the watches on it and its parts.
+            t: the tensor, where a watch keeps a counter only.
+        """
         for watch in watches:
-            writes, more = watch.writes()
+            writes, more = watch.writes(t)
             writes = [write for write in writes if not is_allowed(write, self.allow)]
             if writes:
                 return Mutation(watch, writes, more)
@@ -53,7 +62,10 @@ class Options:
 
     def report(self, mutations: Sequence[Mutation], cause: BaseException | None = None) -> None:
         """Raise, warn or call, as was asked for."""
-        error = mutation_error(_SUBJECT, mutations, _ALLOW)
+        self.react(mutation_error(_SUBJECT, mutations, _ALLOW), cause)
+
+    def react(self, error: MutatedTensorError, cause: BaseException | None = None) -> None:
+        """Raise, warn or call with an error that is made."""
         if self.on_mutation == "raise":
             raise error from cause
         if self.on_mutation == "warn":

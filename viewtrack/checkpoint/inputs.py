@@ -1,0 +1,142 @@
+"""What a checkpointed region starts from: tensors that it did not make, and attributes of modules.
+
+The recompute starts from what they are by then. If the forward itself has changed them (a counter,
+a running statistic, a buffer made at the first call), the recompute computes something else, or
+meets ops that the forward did not. Plain checkpointing has the same hole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..ledger import key_of
+from ..mutation_text import Mutation, brief, mutation_error
+from ..operands import tensors
+from ..site import place_of, user_frame
+from ..weak_watch import WeakWatch, is_watchable
+from .options import Options
+
+_SUBJECT = "what a checkpointed region starts from"
+_ALLOW = "add '{op}' to allow="
+_ABSENT = "absent"
+
+
+class Inputs:
+    """The inputs of one region, from the start of its forward to the start of its recompute."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._watches: dict[int, WeakWatch] = {}
+        self._made: set[int] = set()
+        self._modules: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._hooks: list[Any] = []
+        self._thread = 0
+
+    def begin(self) -> None:
+        """The forward begins: look at modules as they are entered."""
+        self._thread = threading.get_ident()
+        self._hooks.append(register_module_forward_pre_hook(self._entered))
+
+    def end(self) -> None:
+        """The forward has ended, or raised."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Watch the tensors that an op is about to read, unless the region made them."""
+        for t in tensors((args, tuple(kwargs.values()))):
+            if is_watchable(t) and key_of(t) not in self._made and key_of(t) not in self._watches:
+                place = place_of(user_frame(sys._getframe(2)))
+                weak = WeakWatch(t, "an input", place, content=self._options.content)
+                self._watches[key_of(t)] = weak
+
+    def made(self, out: Any) -> None:
+        """Note that the region made these."""
+        for t in tensors(out):
+            if is_watchable(t) and key_of(t) not in self._watches:
+                self._made.add(key_of(t))
+
+    def check(self) -> None:
+        """The recompute begins.
+
+        Raises:
+            MutatedTensorError: something that the forward read has changed since.
+        """
+        self.end()
+        attributes = list(self._changed_attributes())
+        mutations = [m for key in self._watches if (m := self._mutation(key)) is not None]
+        if not attributes and not mutations:
+            return
+        error = mutation_error(_SUBJECT, mutations, _ALLOW, notes=attributes)
+        self._options.react(error)
+
+    def _entered(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread and all(m is not module for m, _ in self._modules):
+            self._modules.append((module, {k: _kept(v) for k, v in _attributes(module)}))
+
+    def _mutation(self, key: int) -> Mutation | None:
+        weak = self._watches[key]
+        t = self._named(key)[1]
+        if t is None and weak.watch.has_fingerprint:
+            return None  # of a tensor that no module holds only the writes are known
+        found = self._options.mutation_of((weak.watch,), t)
+        if found is not None:
+            weak.watch.rename(self._named(key)[0])
+        return found
+
+    def _named(self, key: int) -> tuple[str, torch.Tensor | None]:
+        for module, _ in self._modules:
+            for name, value in _attributes(module):
+                if is_watchable(value) and key_of(value) == key:
+                    return f"{type(module).__name__}.{name}", value
+        return "an input", None
+
+    def _changed_attributes(self) -> Iterator[str]:
+        for module, before in self._modules:
+            now = dict(_attributes(module))
+            for name in {**before, **now}:
+                label = f"{type(module).__name__}.{name}"
+                if name in before:
+                    old = before[name]
+                else:
+                    old = _kept(getattr(type(module), name, _ABSENT))
+                if label not in self._options.allow and not _is_same(old, now.get(name, _ABSENT)):
+                    yield (
+                        f"`{label}` was {_shown(old)} when the forward began and is "
+                        f"{_shown(now.get(name, _ABSENT))} now"
+                    )
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds by value: its tensors, numbers, strings, and None."""
+    for values in (module._parameters, module._buffers, vars(module)):
+        for name, value in values.items():
+            if value is None or isinstance(value, (torch.Tensor, int, float, str)):
+                yield name, value
+
+
+def _kept(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
+
+
+def _is_same(old: Any, now: Any) -> bool:
+    if isinstance(old, weakref.ref):
+        return old() is now
+    return type(old) is type(now) and bool(old == now)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, weakref.ref):
+        t = value()
+        return "another tensor" if t is None else brief(t.dtype, t.shape)
+    if isinstance(value, torch.Tensor):
+        return brief(value.dtype, value.shape)
+    return value if value is _ABSENT else repr(value)

@@ -1,0 +1,69 @@
+"""Watches that keep nothing alive: for tensors that somebody else may keep, or may not.
+
+The watch ends when the storage dies. It is known by the storage's Python object, which lives as
+long as the storage, so a new storage at the same address is not taken for the old one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _torch_guard
+from .ledger import key_of
+from .site import Place
+from .watch import Watch
+
+
+class WeakWatch:
+    """Watches a tensor's bytes without keeping the tensor.
+
+    Args:
+        t: a plain tensor with storage.
+        op: the op that made it, or a label.
+        place: the line that saved it.
+        content: whether bytes decide, and not writes.
+        died: called with the watch when the storage dies.
+
+    Attributes:
+        watch: the watch.
+    """
+
+    __slots__ = ("__weakref__", "_anchor", "watch")
+
+    def __init__(
+        self,
+        t: torch.Tensor,
+        op: str,
+        place: Place,
+        *,
+        content: bool = False,
+        died: Callable[[WeakWatch], None] | None = None,
+    ) -> None:
+        self.watch = Watch(t, op, place, content=content, counter=_torch_guard.counter_of(t))
+        own = weakref.ref(self)  # the storage must not keep its watch, nor what the watch is in
+
+        def storage_died(_: Any) -> None:
+            if (weak := own()) is not None:
+                weak.watch.release()
+                if died is not None:
+                    died(weak)
+
+        self._anchor = weakref.ref(t.untyped_storage(), storage_died)
+
+    def is_on(self, t: torch.Tensor) -> bool:
+        """Whether t lies in the storage that is watched."""
+        storage = self._anchor()
+        return storage is not None and key_of(t) == self.watch.key
+
+    def release(self) -> None:
+        """Stop watching."""
+        self.watch.release()
+
+
+def is_watchable(t: Any) -> bool:
+    """Whether a value is a plain tensor with a storage of its own."""
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
