@@ -1,0 +1,198 @@
+"""Private torch that custom ops need: key sets, guards, schemas, tracing.
+
+A part of the one room that `_torch.py` is; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._torch import DispatchKey, OpOverload
+
+_C = torch._C
+aten = torch.ops.aten
+
+CompositeExplicit = "CompositeExplicitAutograd"
+
+after_autograd: Any = _C._after_autograd_keyset
+"""The keys below Autograd."""
+
+after_inplace_or_view: Any = _C._after_ADInplaceOrView_keyset
+"""The keys below ADInplaceOrView."""
+
+after_backend_select: Any = _C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+"""The keys below BackendSelect, which itself comes right below Python: the backends."""
+
+below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
+"""Exclude Autograd's keys inside, as an Autograd kernel does before it redispatches."""
+
+below_inplace_or_view: Callable[[], AbstractContextManager[None]] = (
+    _C._AutoDispatchBelowADInplaceOrView
+)
+"""Exclude ADInplaceOrView's key too, as an ADInplaceOrView kernel does before it redispatches."""
+
+
+def excluded_keys() -> Any:
+    """The keys that this thread excludes, for `as_called`."""
+    return _C._dispatch_tls_local_exclude_set()
+
+
+def as_called(excluded: Any) -> AbstractContextManager[None]:
+    """Dispatch inside as where `excluded_keys` was asked, as far as autograd goes."""
+    exclude = _C._dispatch_tls_local_exclude_set() - (_torch._BELOW_AUTOGRAD - excluded)
+    guard: AbstractContextManager[None] = _C._ForceDispatchKeyGuard(
+        _C._dispatch_tls_local_include_set(), exclude
+    )
+    return guard
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Take all dispatch modes off the stack inside."""
+    modes = [_torch.pop_mode() for _ in range(_torch.mode_stack_len())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _torch.push_mode(mode)
+
+
+# ------------------------------------------------------------------------------ ops
+
+
+def parse_schema(schema: str) -> Any:
+    """A FunctionSchema of its text. Raises RuntimeError."""
+    return _C.parse_schema(schema)
+
+
+def lookup(qualified: str) -> OpOverload:
+    """The OpOverload of ``"ns::name.overload"``. Raises AttributeError."""
+    namespace, _, name = qualified.partition("::")
+    name, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    op: OpOverload = getattr(packet, overload or "default")
+    return op
+
+
+def overload_of(op: Any) -> OpOverload | None:
+    """The OpOverload behind an OpOverload, a packet with one overload, or torch's CustomOpDef."""
+    if isinstance(op, OpOverload):
+        return op
+    if is_custom_op_def(op):
+        found: OpOverload = op._opoverload
+        return found
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()
+        return getattr(op, names[0]) if len(names) == 1 else None
+    return None
+
+
+def is_custom_op_def(op: Any) -> bool:
+    """Whether `op` is what ``torch.library.custom_op`` returns."""
+    return isinstance(op, torch._library.custom_ops.CustomOpDef)
+
+
+def custom_op_def(qualified: str) -> Any:
+    """What ``torch.library.custom_op`` returned for an op, or None."""
+    return torch._library.custom_ops.OPDEFS.get(qualified)
+
+
+def has_fake(qualified: str) -> bool:
+    """Whether the op has a fake implementation, or a Meta kernel."""
+    entry = torch._library.simple_registry.singleton.find(qualified)
+    meta = _C._dispatch_has_kernel_for_dispatch_key(qualified, "Meta")
+    return bool(meta) or entry.fake_impl.kernel is not None
+
+
+def backend_of(args: Any, kwargs: Any) -> Any:
+    """The key set that leads to the backend kernel for these arguments and nowhere else."""
+    first = next(t for t in _torch.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    return _C.DispatchKeySet(getattr(DispatchKey, _C._dispatch_key_for_device(first.device.type)))
+
+
+def vmap_by_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Apply a rule as ``torch.library.register_vmap`` takes it. For a FuncTorchBatched kernel."""
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ tensors
+
+
+def is_functional(t: torch.Tensor) -> bool:
+    """Whether t is a FunctionalTensor: AOTAutograd is tracing it."""
+    return isinstance(t, _functional_tensor())
+
+
+@functools.cache
+def _functional_tensor() -> Any:
+    return sys.modules["torch._subclasses.functional_tensor"].FunctionalTensor
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether t is a FakeTensor."""
+    return isinstance(t, torch._subclasses.FakeTensor)
+
+
+def fake_like(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """A FakeTensorMode, and fake tensors with the geometry of `tensors`; symbols by their hints."""
+    mode = torch._subclasses.FakeTensorMode()
+    with mode:
+        return mode, [
+            torch.empty_strided(
+                [_hint(n) for n in t.size()],
+                [_hint(n) for n in t.stride()],
+                dtype=t.dtype,
+                device=t.device,
+            )
+            for t in tensors
+        ]
+
+
+def _hint(n: Any) -> int:
+    return n if isinstance(n, int) else int(n.node.hint)
+
+
+def rebase_history(t: torch.Tensor, out: torch.Tensor) -> None:
+    """Tell autograd that t was overwritten with `out`, whose history it gets (and tangent).
+
+    Relies on the Autograd kernel of copy_; as it does not run the op, no counter moves.
+    """
+    with without_modes(), _torch._exclusion(_torch._ADINPLACEORVIEW, _torch._BELOW_AUTOGRAD):
+        _torch.answering(_COPY, t, _COPY, t, out)
+
+
+def check_inplace(t: torch.Tensor) -> None:
+    """Raise native's error if t may not be written in place. Call it only if that is so.
+
+    Relies on the Autograd kernel of zero_, which looks before it redispatches.
+    """
+    with without_modes(), _torch._exclusion(_torch._ADINPLACEORVIEW, _torch._BELOW_AUTOGRAD):
+        _torch.answering(_ZERO, t, _ZERO, t)
+
+
+def set_history(t: torch.Tensor, out: torch.Tensor) -> None:
+    """Give t, of the shape and dtype of `out`, its history (and tangent)."""
+    with without_modes():
+        _torch.take_history(t, out)
+
+
+_COPY = aten.copy_.default
+_ZERO = aten.zero_.default
+_ALIAS = aten.alias.default
+
+
+def alias(t: torch.Tensor) -> torch.Tensor:
+    """A view of the whole of t."""
+    view: torch.Tensor = _ALIAS(t)
+    return view

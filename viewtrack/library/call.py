@@ -1,0 +1,116 @@
+"""A call of an op that is on its way down through the dispatcher.
+
+The Autograd kernel notes in which state the user called: what autograd would do there, and with
+which tensors. The bottom kernel, which comes after all handlers of modes and subclasses, finds the
+note and lets the body run in that very state, so that autograd itself records what the body is made
+of: views, in-place ops, their gradients, creation_meta, tangents. A handler that changed the
+arguments made another call of it, and the body then runs below autograd, as usual.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import _torch_library
+from ..info import version
+from .spec import Spec
+
+
+class Call:
+    """One call.
+
+    Attributes:
+        spec: the op.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        tensors: the tensors among them.
+        looks_inside: whether autograd is to look into the body.
+        ran_inside: whether it did.
+        hides_views: whether it found no views where the schema has them.
+        counted_inside: for each written tensor, whether the body moved its counter by itself.
+        claimed: whether an ADInplaceOrView kernel has begun to work for this call.
+    """
+
+    __slots__ = (
+        "_excluded",
+        "_grad",
+        "args",
+        "claimed",
+        "counted_inside",
+        "hides_views",
+        "kwargs",
+        "looks_inside",
+        "ran_inside",
+        "spec",
+        "tensors",
+    )
+
+    def __init__(
+        self, spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any, looks_inside: bool
+    ) -> None:
+        self.spec = spec
+        self.tensors = tensors
+        self.args = args
+        self.kwargs = kwargs
+        self.looks_inside = looks_inside
+        self.ran_inside = False
+        self.hides_views = False
+        self.counted_inside: list[bool] = []
+        self.claimed = False
+        self._excluded = _torch_library.excluded_keys()
+        self._grad = torch.is_grad_enabled()
+
+    def __enter__(self) -> Call:
+        _under_way.calls.append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _under_way.calls.pop()
+
+    def claim(self) -> bool:
+        """Whether the asking ADInplaceOrView kernel is the one right below the Autograd kernel.
+
+        A tracking mode below it runs another.
+        """
+        first, self.claimed = not self.claimed, True
+        return first
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Run in the state of the user's call, as far as autograd goes."""
+        with _torch_library.as_called(self._excluded), torch.set_grad_enabled(self._grad):
+            yield
+
+    def note(self, before: list[int | None]) -> None:
+        """Note which counters the body moved.
+
+        Args:
+            before: the versions of the written tensors before it ran.
+        """
+        written = self.spec.writes(self.args, self.kwargs)
+        self.counted_inside = [
+            version(t) != was for (_, t), was in zip(written, before, strict=True)
+        ]
+
+
+class _UnderWay(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_under_way = _UnderWay()
+
+
+def under_way(spec: Spec, tensors: list[torch.Tensor]) -> Call | None:
+    """The call that a kernel is reached for, unless a handler made it anew."""
+    if not _under_way.calls:
+        return None
+    call = _under_way.calls[-1]
+    if call.spec is not spec or len(call.tensors) != len(tensors):
+        return None
+    return call if all(a is b for a, b in zip(call.tensors, tensors, strict=True)) else None

@@ -1,0 +1,223 @@
+"""Whether a body did what its schema says. Looked at in every call, which costs little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_library
+from .._torch_dynamo import skip_dynamo
+from ..errors import AliasingError, ViewTrackError
+from ..info import version
+from .spec import Body, Leaf, Spec
+
+Inputs = list[tuple[str, torch.Tensor]]
+
+
+def checked_body(spec: Spec, fn: Body) -> Body:
+    """`fn`, called with all arguments, whose outputs are laid out as the schema says.
+
+    Args:
+        spec: the op.
+        fn: the user's function.
+    """
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = spec.completed(args, kwargs)
+        return _laid_out(spec, fn(*args, **kwargs), args, kwargs)
+
+    skip_dynamo(body)
+    return body
+
+
+def _laid_out(spec: Spec, out: Any, args: Any, kwargs: Any) -> Any:
+    count = spec.plan.returns
+    if count == 0:
+        if out is not None:
+            raise _bad_return(
+                spec,
+                f"returned {_kind(out)} and its schema `-> ()`",
+                "leave out the `return`, or declare the output",
+            )
+        return None
+    if count > 1 and not (isinstance(out, (tuple, list)) and len(out) == count):
+        raise _bad_return(
+            spec,
+            f"returned {_kind(out)} where its schema has {count} outputs",
+            f"return a tuple of {count}",
+        )
+    outputs = list(spec.outputs(out))
+    for index, value in enumerate(outputs):
+        if index in spec.written:
+            _check_returned_argument(spec, index, value, args, kwargs)
+        else:
+            outputs[index] = _output(spec, index, value, args, kwargs)
+    return spec.packed(outputs)
+
+
+def _check_returned_argument(spec: Spec, index: int, value: Any, args: Any, kwargs: Any) -> None:
+    argument = spec.written[index].arguments[0]
+    given = argument.of(args, kwargs)
+    if argument.is_list and isinstance(value, (list, tuple)) and given is not None:
+        same = len(value) == len(given) and all(map(_is, value, given))
+    else:
+        same = value is given
+    if not same:
+        raise _bad_alias(
+            spec,
+            f"returned {_kind(value)} as output {index}, which its schema calls the "
+            f"argument `{argument.name}` itself",
+            f"end it with `return {argument.name}`",
+        )
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _output(spec: Spec, index: int, value: Any, args: Any, kwargs: Any) -> Any:
+    declared = str(spec.schema.returns[index].type)
+    is_list, is_optional = "List[" in declared, "Optional[" in declared
+    if value is None and is_optional:
+        return None
+    if "Tensor" in declared and isinstance(value, (list, tuple)) is not is_list:
+        raise _bad_return(
+            spec,
+            f"returned {_kind(value)} as output {index}, which its schema calls "
+            f"{'a list of tensors' if is_list else 'a tensor'}",
+            f"return {'a list' if is_list else 'one tensor'}",
+        )
+    if "Tensor" in declared and not is_list and not isinstance(value, torch.Tensor):
+        raise _bad_return(
+            spec,
+            f"returned {_kind(value)} as output {index}, which its schema calls a tensor",
+            "return a tensor",
+        )
+    if index not in spec.views:
+        return list(value) if is_list else value
+    given = spec.tensors(args, kwargs)
+    if is_list:
+        return [_torch_library.alias(t) if _is_any(t, given) else t for t in value]
+    # An op such as `contiguous` returns its argument where there is nothing to do.
+    return _torch_library.alias(value) if _is_any(value, given) else value
+
+
+def _is_any(t: Any, candidates: list[torch.Tensor]) -> bool:
+    return any(t is c for c in candidates)
+
+
+# ------------------------------------------------------------------------------ aliases
+
+
+def check_aliases(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
+    """Compare the memory of the outputs with what the schema says.
+
+    Raises:
+        AliasingError: they differ.
+    """
+    inputs = [(a.name, t) for a in spec.plan.arguments for t in a.tensors(args, kwargs)]
+    fresh: list[Leaf] = []
+    for leaf in spec.leaves(out):
+        if leaf.index in spec.views:
+            _check_view(spec, leaf, args, kwargs)
+        elif leaf.index not in spec.written:
+            _check_fresh(spec, leaf, inputs)
+            fresh.append(leaf)
+    for i, leaf in enumerate(fresh):
+        for other in fresh[:i]:
+            if _share(leaf.t, other.t):
+                raise _bad_alias(
+                    spec,
+                    f"returned {other} and {leaf} in one storage of "
+                    f"{leaf.t.untyped_storage().nbytes()} bytes, which its schema "
+                    f"does not say",
+                    f"return `.clone()` of {leaf}, or an op that returns the first alone "
+                    f"and view it outside",
+                )
+
+
+def _check_view(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> None:
+    arguments = spec.views[leaf.index].arguments
+    if any(_may_share(leaf.t, t) for a in arguments for t in a.tensors(args, kwargs)):
+        return
+    names = " or ".join(f"`{a.name}`" for a in arguments)
+    raise _bad_alias(
+        spec,
+        f"returned a tensor of its own as {leaf}, which its schema calls a view of {names}",
+        f"return a view of {names} for every shape (a copy such as `clone()`, `reshape` or "
+        f"`contiguous()` of some strides is none), or drop the alias annotation",
+    )
+
+
+def _check_fresh(spec: Spec, leaf: Leaf, inputs: Inputs) -> None:
+    for name, t in inputs:
+        if leaf.t is t or _share(leaf.t, t):
+            raise _bad_alias(
+                spec,
+                f"returned {leaf} in the memory of its argument `{name}`, which its schema does "
+                f"not say",
+                f"declare it: `Tensor(a) {name} -> Tensor(a)`, or return `.clone()`",
+            )
+
+
+def _share(t: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors surely share memory."""
+    try:
+        return _torch.is_alias_of(t, other) and t.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, functorch wrappers
+        return False
+
+
+def _may_share(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether two tensors share memory, as far as can be told."""
+    try:
+        if _is_wrapper(base):
+            return True  # it lies in the wrapper's own storage that nobody reads
+        return _torch.is_alias_of(t, base)
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def _is_wrapper(t: torch.Tensor) -> bool:
+    dispatches = type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return dispatches and not _torch_library.is_fake(t)
+
+
+# ------------------------------------------------------------------------------ writes
+
+
+def check_undeclared_writes(
+    spec: Spec, args: Any, kwargs: Any, before: list[int | None], tensors: list[torch.Tensor]
+) -> None:
+    """Raise if a counter moved that no declared write moves.
+
+    Raises:
+        AliasingError: the body wrote an argument that its schema does not call written.
+    """
+    written = [t for _, t in spec.writes(args, kwargs)]
+    for a in spec.plan.arguments:
+        if a.is_write:
+            continue
+        for t in a.tensors(args, kwargs):
+            was = before[next(i for i, given in enumerate(tensors) if given is t)]
+            if version(t) != was and not any(_share(t, w) for w in written):
+                raise _bad_alias(
+                    spec,
+                    f"wrote its argument `{a.name}`, which its schema does not say",
+                    f"declare `Tensor(a!) {a.name}`, or write a clone",
+                )
+
+
+def _bad_return(spec: Spec, what: str, mend: str) -> ViewTrackError:
+    return ViewTrackError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+
+
+def _bad_alias(spec: Spec, what: str, mend: str) -> AliasingError:
+    return AliasingError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} values"
+    return "another tensor" if isinstance(value, torch.Tensor) else type(value).__name__

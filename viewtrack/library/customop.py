@@ -1,0 +1,158 @@
+"""`CustomOp`: an op with the kernels of `kernels.py`, and what can be registered for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._torch_dynamo import skip_dynamo
+from ..plan import forget
+from .checks import checked_body
+from .formula import Formula
+from .kernels import Kernels
+from .spec import Body, Spec
+from .traced import fake_of
+
+
+class CustomOp:
+    """An op with a faithful ADInplaceOrView kernel.
+
+    Calling it calls the op, as ``torch.ops.mylib.name`` does. The ``register_*`` methods are named
+    as those of ``torch.library``, and work as methods and as decorators.
+    """
+
+    def __init__(self, spec: Spec, fn: Body) -> None:
+        self._spec = spec
+        self._op = spec.op
+        self._fn = fn
+        self.__name__ = getattr(fn, "__name__", spec.name)
+        self.__doc__ = getattr(fn, "__doc__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the op."""
+        return self._op(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<CustomOp({self._spec.schema})>"
+
+    @property
+    def op(self) -> Any:
+        """The OpOverload."""
+        return self._op
+
+    def register_kernel(self, device_types: str | Sequence[str], fn: Body | None = None) -> Any:
+        """Register what runs for a device type; the body runs for the others.
+
+        Autograd looks into it as into the body. Compilers are given the body.
+
+        Args:
+            device_types: ``"cpu"``, ``"cuda"``, ..., or several.
+            fn: the kernel, with the signature and the outputs of the body.
+
+        Returns:
+            `fn`, or a decorator if it is left out.
+        """
+
+        def register(fn: Body) -> Body:
+            kernel = checked_body(self._spec, fn)
+            torch.library.impl(self._spec.name, device_types, kernel, lib=self._spec.lib)
+            return fn
+
+        return register if fn is None else register(fn)
+
+    def register_autograd(
+        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """Register a gradient formula, in the place of what autograd finds in the body.
+
+        The formula is that of the op's functional form: its outputs are those of the schema, in
+        order, and then each written argument that is not returned. For views it is replayed: an
+        in-place op on the view or on its base later sends the right gradient through it.
+
+        Args:
+            backward: ``backward(ctx, *grads)``, with one gradient for each output of the
+                functional form (a list for a list), returns one gradient for each argument of the
+                schema, None for those without.
+            setup_context: ``setup_context(ctx, inputs, output)`` saves what `backward` needs, as
+                in ``torch.library.register_autograd``; with keyword-only arguments it is
+                ``setup_context(ctx, inputs, keyword_only_inputs, output)``. A written argument has
+                its new value here. It may save tensors of `output`, and inputs.
+        """
+        jvp = self._spec.formula.jvp if self._spec.formula is not None else None
+        self._spec.formula = Formula(backward, setup_context, jvp)
+
+    def register_jvp(self, jvp: Callable[..., Any]) -> Callable[..., Any]:
+        """Register a formula for forward mode, beside the one of `register_autograd`.
+
+        A view op with a gradient formula needs none: a view is linear in its base.
+
+        Args:
+            jvp: ``jvp(ctx, *tangents)``, with one tangent for each argument (None for those
+                without), returns one for each output of the functional form. `ctx` is that of
+                `register_autograd`'s setup_context (``ctx.save_for_forward``).
+
+        Returns:
+            `jvp`, so that this is a decorator too.
+        """
+        formula = self._spec.formula or Formula()
+        self._spec.formula = Formula(formula.backward, formula.setup_context, jvp)
+        return jvp
+
+    def register_fake(self, fn: Body) -> Body:
+        """Register what the op does on tensors without memory, if the body does not serve.
+
+        Args:
+            fn: as in ``torch.library.register_fake``; where the schema has a view it must return
+                one, where it has an argument that argument.
+
+        Returns:
+            `fn`, so that this is a decorator too.
+        """
+        self._spec.fake = checked_body(self._spec, fn)
+        return fn
+
+    def register_vmap(self, fn: Body) -> Body:
+        """Register a batching rule, if the body does not serve.
+
+        Args:
+            fn: ``fn(info, in_dims, *args, **kwargs)`` returns outputs and out_dims, as in
+                ``torch.library.register_vmap``.
+
+        Returns:
+            `fn`, so that this is a decorator too.
+        """
+        self._spec.vmap = fn
+        return fn
+
+
+def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> CustomOp:
+    """Register the kernels that every op gets.
+
+    Args:
+        custom: the op.
+        autograd: whether to register an Autograd kernel.
+        fake: whether to register a fake implementation.
+    """
+    spec = custom._spec
+    kernels = Kernels(spec)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*verriding a previously registered kernel")
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        if autograd:
+            _impl(spec, kernels.autograd, "Autograd")
+        _impl(spec, kernels.inplace_or_view, "ADInplaceOrView")
+        _impl(spec, kernels.bottom, "BackendSelect")
+        _impl(spec, kernels.functionalize, "Functionalize")
+        _impl(spec, kernels.batched, "FuncTorchBatched")
+    if fake:
+        torch.library.register_fake(spec.name, fake_of(spec), lib=spec.lib)
+    forget(spec.op)
+    return custom
+
+
+def _impl(spec: Spec, kernel: Any, key: str) -> None:
+    spec.lib.impl(spec.name, kernel, key, with_keyset=True)
+    skip_dynamo(kernel)

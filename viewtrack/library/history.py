@@ -1,0 +1,258 @@
+"""How the outputs of an op get their place in autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_library
+from .._torch import CreationMeta
+from ..errors import AliasingError, ViewTrackError
+from ..view import mark_as_view
+from .call import Call
+from .spec import Leaf, Place, Spec
+
+ViewFn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def wants_gradient(tensors: list[torch.Tensor]) -> bool:
+    """Whether autograd has anything to record, in backward or forward mode."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return any(_torch.tangent(t) is not None for t in tensors if _is_floating(t))
+
+
+def check_writable(t: torch.Tensor) -> None:
+    """Raise what native's ``check_inplace`` raises, before anything is written.
+
+    Raises:
+        RuntimeError: t is a leaf that requires grad, or a view that may not be written.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if t._is_view():
+        refused = _torch.creation_meta(t) is not CreationMeta.DEFAULT
+        refused = refused or bool(t.requires_grad and t._base.is_leaf)  # type: ignore[union-attr]
+    else:
+        refused = t.requires_grad and t.is_leaf
+    if refused:
+        _torch_library.check_inplace(t)
+
+
+def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
+    """Give the outputs what autograd has not given them while the body ran.
+
+    Args:
+        call: the call that returned `out`.
+        out: the op's outputs.
+        needs: whether autograd records.
+        histories: the grad_fn of each written tensor before the call, if so.
+
+    Returns:
+        The outputs. Those that the schema calls arguments are the arguments.
+    """
+    spec = call.spec
+    outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
+    for leaf in list(spec.leaves(out)):
+        if leaf.index in spec.views:
+            put(outputs, leaf.place, marked_leaf(call, leaf, _view_fn(call, leaf)))
+        elif needs and leaf.index not in spec.written:
+            _settle_fresh(call, leaf)
+    if needs:
+        _settle_writes(call, histories)
+    return spec.packed(with_arguments(spec, outputs, call.args, call.kwargs))
+
+
+def with_arguments(spec: Spec, outputs: list[Any], args: Any, kwargs: Any) -> list[Any]:
+    """The outputs, with those that are written arguments replaced by these."""
+    for index, output in spec.written.items():
+        outputs[index] = output.arguments[0].of(args, kwargs)
+    return outputs
+
+
+def put(outputs: list[Any], place: Place, t: torch.Tensor) -> None:
+    """Put a tensor into outputs that are laid out one by one."""
+    if place.position is None:
+        outputs[place.index] = t
+    else:
+        outputs[place.index][place.position] = t
+
+
+# ------------------------------------------------------------------------------ views
+
+
+def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
+    """The output as a view of its base: itself, unless it is a view of something else already."""
+    spec, t = call.spec, leaf.t
+    base = base_of(call, leaf)
+    if base is None or base.is_inference() or _is_marked(t, base):
+        return t
+    with _torch_library.without_modes():
+        if t._is_view() or t.requires_grad:
+            with _torch_library.below_inplace_or_view():
+                t = t.detach()
+        try:
+            return mark_as_view(t, base, view_fn=view_fn, creation_meta=_creation_meta(leaf))
+        except AliasingError as error:
+            raise AliasingError(f"`{spec.name}` ({spec.where}), {leaf}: {error}") from None
+        except ViewTrackError as error:
+            raise ViewTrackError(
+                f"`{spec.name}` ({spec.where}), {leaf}: {error}; or give the op a gradient formula "
+                f"by `register_autograd`"
+            ) from None
+
+
+def base_of(call: Call, leaf: Leaf) -> torch.Tensor | None:
+    """The argument that an output views."""
+    arguments = call.spec.views[leaf.index].arguments
+    candidates: list[torch.Tensor] = [
+        t for a in arguments for t in a.tensors(call.args, call.kwargs)
+    ]
+    if len(candidates) == 1:
+        return candidates[0]
+    for t in candidates:
+        try:
+            if _torch.is_alias_of(leaf.t, t):
+                return t
+        except (RuntimeError, NotImplementedError):
+            continue
+    return None
+
+
+def note_inside(call: Call, out: Any) -> None:
+    """Note what autograd found in the body that has just run."""
+    call.ran_inside = True
+    for leaf in call.spec.leaves(out) if call.spec.views else ():
+        if leaf.index in call.spec.views:
+            base = base_of(call, leaf)
+            if base is not None and not _is_marked(leaf.t, base):
+                call.hides_views = True
+
+
+def _is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
+    return t._is_view() and (t._base is base or (base._is_view() and t._base is base._base))
+
+
+def _creation_meta(leaf: Leaf) -> Any:
+    if torch.is_inference_mode_enabled():
+        return CreationMeta.INFERENCE_MODE
+    if not torch.is_grad_enabled():
+        return CreationMeta.NO_GRAD_MODE
+    return CreationMeta.DEFAULT if leaf.place.position is None else CreationMeta.MULTI_OUTPUT_NODE
+
+
+def _view_fn(call: Call, leaf: Leaf) -> ViewFn | None:
+    """How to make the output anew from another base; None leaves it to its geometry."""
+    spec = call.spec
+    if not spec.only_views:
+        return None
+    if spec.formula is not None:
+        return spec.formula.view_fn(call, leaf)
+    if spec.opaque or call.hides_views:
+        return None
+    return body_view_fn(call, leaf)
+
+
+def body_view_fn(call: Call, leaf: Leaf) -> ViewFn:
+    """Run the body on another base and pick the output."""
+    spec, arguments, place = call.spec, arguments_for(call, base_of(call, leaf)), leaf.place
+
+    def view_fn(base: torch.Tensor) -> torch.Tensor:
+        return place.of(spec, spec.run_body(*arguments(base)))
+
+    return view_fn
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments_for(call: Call, base: torch.Tensor | None) -> Callable[[torch.Tensor], Arguments]:
+    """The arguments of a call, as a function of the tensor in the place of `base`.
+
+    It does not hold on to `base`, whose grad_fn may come to hold on to it (CopySlices).
+    """
+    hollow = swapped((call.args, call.kwargs), base, _HOLE)
+
+    def arguments(base: torch.Tensor) -> Arguments:
+        filled: Arguments = swapped(hollow, _HOLE, base)
+        return filled
+
+    return arguments
+
+
+_HOLE = object()
+
+
+def swapped(value: Any, old: Any, new: Any) -> Any:
+    """Arguments with `new` in the place of `old`."""
+    if isinstance(value, dict):
+        return {k: swapped(v, old, new) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(swapped(v, old, new) for v in value)
+    if isinstance(value, list):
+        return [swapped(v, old, new) for v in value]
+    return new if value is old else value
+
+
+# ------------------------------------------------------------------------------ new tensors
+
+
+def _settle_fresh(call: Call, leaf: Leaf) -> None:
+    spec = call.spec
+    if leaf.t.requires_grad or not _is_floating(leaf.t):
+        return
+    if not call.ran_inside and not spec.plan.writes and not spec.opaque:
+        # A handler answered without running the op on these tensors. What it answered has the
+        # gradient that the op has.
+        with _torch_library.without_modes():
+            out = leaf.place.of(spec, spec.run_body(call.args, call.kwargs))
+        if out.requires_grad:
+            _torch_library.set_history(leaf.t, out)
+            return
+    ghost = _underivable(call, str(leaf), leaf.t)
+    _torch_library.set_history(leaf.t, ghost.expand(leaf.t.shape))
+
+
+def _settle_writes(call: Call, histories: list[Any]) -> None:
+    """Give each tensor that was written unseen by autograd a history that raises in backward."""
+    writes = call.spec.writes(call.args, call.kwargs)
+    inside = call.counted_inside or [False] * len(writes)
+    for (argument, t), history, counted in zip(writes, histories, inside, strict=True):
+        if not _is_floating(t) or t.grad_fn is not history:
+            continue
+        if call.ran_inside and counted and not t.requires_grad:
+            continue  # what the body wrote there does not depend on what requires grad
+        ghost = _underivable(call, f"argument `{argument.name}`", t)
+        _torch_library.rebase_history(t, ghost)
+
+
+def _is_floating(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _underivable(call: Call, what: str, t: torch.Tensor) -> torch.Tensor:
+    """A number with t's dtype and device that raises when a gradient reaches it."""
+    text = (
+        f"`{call.spec.name}` ({call.spec.where}): {what} was written unseen by autograd, so its "
+        f"gradient is not known; give the op a formula by `register_autograd`, or call it under "
+        f"torch.no_grad()"
+    )
+    ghost: torch.Tensor = _Underivable.apply(text, t, *call.tensors)  # type: ignore[no-untyped-call]
+    return ghost
+
+
+class _Underivable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, like: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.text = text
+        return like.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ViewTrackError(ctx.text)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ViewTrackError(ctx.text)

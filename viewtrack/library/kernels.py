@@ -1,0 +1,180 @@
+"""The kernels that every op gets, whoever defined it.
+
+From above to below, with what a native op has in its place:
+
+* Autograd (VariableType): refuses what may not be written, notes the call (`call.py`), and in the
+  end sees to it that each output has its history: autograd's own, the user's formula, or one that
+  raises when a gradient reaches it, since a silent wrong one is worse;
+* ADInplaceOrView (ADInplaceOrViewType): moves the counters of what was written, unless the body's
+  own ops have; marks views where no Autograd kernel ran (inference mode);
+* BackendSelect, which is below all handlers and is reached from everywhere: runs the backend's
+  kernel in the state of the user's call, and compares what came out with the schema. A raw write
+  that a handler issued is counted here, as nobody else would.
+
+A transform of torch.func and the tracing of AOTAutograd look into the body instead, as they do for
+a CompositeImplicitAutograd op (`traced.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from .. import _torch, _torch_library
+from ..errors import ViewTrackError
+from ..info import version
+from ..site import locate
+from ..view import share_version
+from . import traced
+from .call import Call, under_way
+from .checks import check_aliases, check_undeclared_writes
+from .history import check_writable, note_inside, settle, wants_gradient
+from .spec import Spec
+
+_increment_version = torch.autograd.graph.increment_version
+
+
+class Kernels:
+    """The kernels of one op, as ``Library.impl(..., with_keyset=True)`` takes them."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Above: refuse, note, redispatch, settle."""
+        spec = self.spec
+        tensors = spec.tensors(args, kwargs)
+        needs = wants_gradient(tensors)
+        if needs and spec.is_out:
+            _refuse_out(spec)
+        if traced.looks_through(spec, tensors, args, kwargs, needs):
+            return traced.run_body(spec, args, kwargs)
+        written = spec.writes(args, kwargs)
+        if needs:
+            for _, t in written:
+                check_writable(t)
+        keyset = keyset & _torch_library.after_autograd
+
+        def run() -> Any:
+            with call, _torch_library.below_autograd():
+                if traced.is_opaque_in(spec, tensors, args, kwargs):
+                    return traced.run_opaque(spec, args, kwargs)
+                return spec.op.redispatch(keyset, *args, **kwargs)
+
+        looks_inside = spec.formula is None and not spec.opaque
+        call = Call(spec, tensors, args, kwargs, looks_inside)
+        if needs and spec.formula is not None and not spec.only_views:
+            return spec.formula.run(call, run)
+        histories = [t.grad_fn for _, t in written] if needs else []
+        return settle(call, run(), needs, histories)
+
+    def inplace_or_view(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the middle: redispatch, count."""
+        spec = self.spec
+        tensors = spec.tensors(args, kwargs)
+        call = under_way(spec, tensors)
+        written = [t for _, t in spec.writes(args, kwargs)]
+        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in written):
+            _refuse_inference_tensor(spec)
+        if call is None and traced.looks_through(spec, tensors, args, kwargs, False):
+            return traced.run_body(spec, args, kwargs)
+        keyset = keyset & _torch_library.after_inplace_or_view
+        before = [version(t) for t in written]
+        if call is None:
+            call = Call(spec, tensors, args, kwargs, not spec.opaque and spec.formula is None)
+            with call, _torch_library.below_inplace_or_view():
+                if traced.is_opaque_in(spec, tensors, args, kwargs):
+                    out = traced.run_opaque(spec, args, kwargs)
+                else:
+                    out = spec.op.redispatch(keyset, *args, **kwargs)
+            out = settle(call, out, False, [])
+        else:
+            outermost = call.claim()
+            with _torch_library.below_inplace_or_view():
+                out = spec.op.redispatch(keyset, *args, **kwargs)
+            if not outermost:
+                _share_versions(spec, args, kwargs, out)
+        _count(written, before)
+        return out
+
+    def bottom(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Below: run the backend's kernel, compare, count what nobody else counts."""
+        spec = self.spec
+        tensors = spec.tensors(args, kwargs)
+        call = under_way(spec, tensors)
+        before = [version(t) for t in tensors]
+        written = [t for _, t in spec.writes(args, kwargs)]
+        versions = [version(t) for t in written]
+        keyset = keyset & _torch_library.after_backend_select
+        if call is not None and call.looks_inside:
+            out = self._look_inside(call, keyset, before)
+        else:
+            out = spec.op.redispatch(keyset, *args, **kwargs)
+        check_aliases(spec, args, kwargs, out)
+        check_undeclared_writes(spec, args, kwargs, before, tensors)
+        if call is not None:
+            call.note(versions)
+        elif versions == [version(t) for t in written] and written:
+            counted, _, _ = locate(sys._getframe(1), spec.bottom_plan, args, kwargs)
+            if not counted:
+                _count(written, versions)
+        return out
+
+    def functionalize(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """For compilers: the ATen ops that the body is made of."""
+        return traced.run_body(self.spec, args, kwargs)
+
+    def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """For vmap: the user's rule, or the body."""
+        if self.spec.vmap is not None:
+            return _torch_library.vmap_by_rule(self.spec.vmap, self.spec.op, args, kwargs)
+        return traced.run_body(self.spec, args, kwargs)
+
+    def _look_inside(self, call: Call, keyset: Any, before: list[int | None]) -> Any:
+        spec = self.spec
+        try:
+            with call.as_called():
+                out = spec.op.redispatch(keyset, *call.args, **call.kwargs)
+        except RuntimeError as error:
+            untouched = [version(t) for t in call.tensors] == before
+            if "numpy() on Tensor that requires grad" not in str(error) or not untouched:
+                raise
+            # The kernel is numpy's. Nothing was written yet, so let it run as raw ones do.
+            spec.opaque = True
+            call.looks_inside = False
+            with torch.no_grad():
+                return spec.op.redispatch(keyset, *call.args, **call.kwargs)
+        note_inside(call, out)
+        return out
+
+
+def _count(written: list[torch.Tensor], before: list[int | None]) -> None:
+    """Move each counter that has not moved."""
+    for t, was in zip(written, before, strict=True):
+        if was is not None and version(t) == was:
+            _increment_version(t)
+
+
+def _share_versions(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
+    for leaf in spec.leaves(out):
+        if leaf.index in spec.views and not leaf.t._is_view() and not leaf.t.requires_grad:
+            for argument in spec.views[leaf.index].arguments:
+                for base in argument.tensors(args, kwargs):
+                    if _torch.is_alias_of(leaf.t, base):
+                        share_version(leaf.t, base)
+
+
+def _refuse_inference_tensor(spec: Spec) -> None:
+    raise ViewTrackError(
+        f"{spec.name}(): Inplace update to inference tensor outside InferenceMode is not allowed; "
+        f"make a clone to get a normal tensor before doing inplace update"
+    )
+
+
+def _refuse_out(spec: Spec) -> None:
+    raise ViewTrackError(
+        f"{spec.name}(): functions with out=... arguments don't support automatic differentiation, "
+        f"but one of the arguments requires grad; call it under torch.no_grad()"
+    )

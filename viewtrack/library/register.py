@@ -1,0 +1,112 @@
+"""`register`: the same kernels for an op that somebody else defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _torch_library
+from .._torch_dynamo import skip_dynamo
+from .._torch_kernels import has_autograd_kernel
+from ..errors import ViewTrackError
+from .customop import CustomOp, install
+from .schema import ANY, check_annotations
+from .spec import Body, Spec
+
+
+def register(
+    op: Any,
+    body: Body | None = None,
+    *,
+    lib: torch.library.Library | None = None,
+    opaque: bool | None = None,
+) -> CustomOp:
+    """Give an op that was defined with ``torch.library``, in Python or in C++, its missing kernels.
+
+    ``Library.define`` gives an op no ADInplaceOrView kernel: its views are none to autograd, and
+    its writes move no counter. Afterwards they do, everywhere. The op keeps its backend kernels,
+    its fake implementation, and its Autograd kernel if it has one of its own; then in-place ops on
+    its views are not recorded, so rather let `CustomOp.register_autograd` have the formula.
+
+    Args:
+        op: an OpOverload, a packet with one overload, ``"mylib::name.overload"``, or what
+            ``torch.library.custom_op`` returns (above which this may stand as a decorator).
+        body: what autograd, vmap and compilers are to see of it; the kernel of the backend itself
+            if left out.
+        lib: the library that owns the registration; it ends when that is destroyed.
+        opaque: as in `view_op`.
+
+    Returns:
+        The `CustomOp`, on which formulas can be registered.
+
+    Raises:
+        ViewTrackError: there is no such op, it is torch's own or CompositeImplicitAutograd and
+            needs none, or its schema neither views nor writes.
+    """
+    found = _lookup(op)
+    plan = check_annotations(found._schema, ANY)
+    namespace = plan.qualified.partition("::")[0]
+    if plan.is_aten:
+        raise ViewTrackError(f"viewtrack.library.register: `{plan.name}` is torch's own op")
+    if plan.is_composite:
+        raise ViewTrackError(
+            f"viewtrack.library.register: `{plan.qualified}` is CompositeImplicitAutograd: "
+            f"autograd sees the ops that it is made of, so it needs no kernel of its own"
+        )
+    if lib is None:
+        lib = torch.library.Library(namespace, "FRAGMENT")
+        _libraries[plan.qualified] = lib
+    definition = _torch_library.custom_op_def(plan.qualified)
+    foreign_autograd = definition is None and has_autograd_kernel(plan.qualified)
+    is_out = bool(plan.writes) and all(a.kwarg_only for a in plan.writes)
+    spec = Spec(
+        found,
+        plan,
+        body or _backend_kernel(found),
+        _where(body, found),
+        is_out=is_out,
+        opaque=opaque,
+        lib=lib,
+    )
+    custom = CustomOp(spec, body or found)
+    fake = not _torch_library.has_fake(plan.qualified)
+    return install(custom, autograd=not foreign_autograd, fake=fake)
+
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _lookup(op: Any) -> Any:
+    try:
+        found = _torch_library.lookup(op) if isinstance(op, str) else op
+    except AttributeError:
+        raise ViewTrackError(
+            f"viewtrack.library.register: there is no op `{op}`; define it first, and import the "
+            f"module or load the library that does"
+        ) from None
+    overload = _torch_library.overload_of(found)
+    if overload is None:
+        raise ViewTrackError(
+            f"viewtrack.library.register: `{op}` does not name one op; pass an overload, as in "
+            f"torch.ops.mylib.name.default"
+        )
+    return overload
+
+
+def _backend_kernel(op: Any) -> Callable[..., Any]:
+    """The kernel that the first tensor's backend has, as a function that ops inside of it see."""
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(_torch_library.backend_of(args, kwargs), *args, **kwargs)
+
+    skip_dynamo(body)
+    return body
+
+
+def _where(body: Body | None, op: Any) -> str:
+    code = getattr(body, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"defined as {op._schema}"

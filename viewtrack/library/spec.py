@@ -1,0 +1,159 @@
+"""What the kernels of one op share: its plan, its body, and how its outputs are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _torch_library
+from ..plan import Argument, Output, Plan
+
+if TYPE_CHECKING:
+    from .formula import Formula
+
+Body = Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class Spec:
+    """One op.
+
+    Attributes:
+        op: the OpOverload.
+        plan: its plan, as if it had an ADInplaceOrView kernel already.
+        body: the function that does it, in terms that can be traced and differentiated unless it
+            is opaque.
+        where: ``file:line`` of the body, for errors.
+        is_out: whether it is an out= op, which autograd refuses.
+        opaque: True if autograd must not look into the body; None if that is to be found out.
+        untraceable: whether the body was found to read memory that tracing has none of.
+        formula: the user's gradient formula.
+        fake: the user's fake implementation.
+        vmap: the user's batching rule.
+        lib: the ``torch.library.Library`` that its kernels are registered in.
+        companion: the op that compilers are given where the body is opaque (`traced.py`).
+        schema: the FunctionSchema.
+        bottom_plan: the plan as it is without an ADInplaceOrView kernel, to ask who counts a write.
+    """
+
+    op: Any
+    plan: Plan
+    body: Body
+    where: str
+    is_out: bool = False
+    opaque: bool | None = None
+    untraceable: bool = False
+    formula: Formula | None = None
+    fake: Body | None = None
+    vmap: Body | None = None
+    lib: Any = None
+    companion: Any = None
+    schema: Any = field(init=False)
+    bottom_plan: Plan = field(init=False)
+    views: dict[int, Output] = field(init=False)
+    written: dict[int, Output] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.schema = self.op._schema
+        self.bottom_plan = replace(self.plan, has_native_kernel=False)
+        self.views = {output.index: output for output in self.plan.views}
+        self.written = {output.index: output for output in self.plan.written}
+
+    @property
+    def name(self) -> str:
+        """The name that errors show."""
+        return self.plan.qualified
+
+    @property
+    def only_views(self) -> bool:
+        """Whether running it again does no harm, and gives only views."""
+        return not self.plan.writes and len(self.views) == self.plan.returns
+
+    def tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """All tensors among the arguments, in the schema's order."""
+        return [t for a in self.plan.arguments for t in a.tensors(args, kwargs)]
+
+    def writes(self, args: Any, kwargs: Any) -> list[tuple[Argument, torch.Tensor]]:
+        """The tensors that a call writes."""
+        return [(a, t) for a in self.plan.writes for t in a.tensors(args, kwargs)]
+
+    def outputs(self, out: Any) -> tuple[Any, ...]:
+        """The outputs one by one, lists as lists."""
+        count = self.plan.returns
+        return () if count == 0 else (out,) if count == 1 else tuple(out)
+
+    def packed(self, outputs: list[Any]) -> Any:
+        """The opposite of `outputs`."""
+        count = self.plan.returns
+        return None if count == 0 else outputs[0] if count == 1 else tuple(outputs)
+
+    def leaves(self, out: Any) -> Iterator[Leaf]:
+        """The output tensors."""
+        for index, value in enumerate(self.outputs(out)):
+            if isinstance(value, torch.Tensor):
+                yield Leaf(Place(index, None), value)
+            elif isinstance(value, (list, tuple)):
+                for position, t in enumerate(value):
+                    if isinstance(t, torch.Tensor):
+                        yield Leaf(Place(index, position), t)
+
+    def completed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with those that the dispatcher left out for being the defaults."""
+        arguments = self.schema.arguments
+        positional = [a for a in arguments if not a.kwarg_only]
+        rest = [kwargs.get(a.name, a.default_value) for a in positional[len(args) :]]
+        named = {a.name: kwargs.get(a.name, a.default_value) for a in arguments if a.kwarg_only}
+        return (*args, *rest), named
+
+    def run_body(self, args: Any, kwargs: Any) -> Any:
+        """Run the body as a part of the program that calls it: autograd looks into it."""
+        return self.body(*args, **kwargs)
+
+    def run_below(self, args: Any, kwargs: Any) -> Any:
+        """Run the op below autograd: its outputs have no autograd metadata."""
+        with _torch_library.below_inplace_or_view():
+            return self.op(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an output tensor is.
+
+    Attributes:
+        index: which output it is, or is in.
+        position: its place in that, if that is a list.
+    """
+
+    index: int
+    position: int | None
+
+    def of(self, spec: Spec, out: Any) -> torch.Tensor:
+        """The tensor at this place."""
+        value = spec.outputs(out)[self.index]
+        found: torch.Tensor = value if self.position is None else value[self.position]
+        return found
+
+    def __str__(self) -> str:
+        return f"output {self.index}" + ("" if self.position is None else f"[{self.position}]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """An output tensor `t` and its place.
+
+    Whatever outlives the call keeps the place alone: t holds on to its view_fn and its grad_fn.
+    """
+
+    place: Place
+    t: torch.Tensor
+
+    @property
+    def index(self) -> int:
+        """Which output it is, or is in."""
+        return self.place.index
+
+    def __str__(self) -> str:
+        return str(self.place)
