@@ -56,8 +56,9 @@ class SavedTensors:
             # What the compiler traces, or put there for itself to read, is left alone.
             if torch.compiler.is_compiling() or isinstance(own[0], torch.nn.Module):
                 return enter(hooks)
-            wrapped = _Wrapped(self, hooks)
-            hooks.pack_hook, hooks.unpack_hook = wrapped.pack, wrapped.unpack
+            keeper = name_of(own[0] if type(hooks) is _hooks else type(hooks))
+            hooks.pack_hook = _Pack(own[0], self, keeper)
+            hooks.unpack_hook = _Unpack(own[1], self, keeper)
             try:
                 return enter(hooks)
             finally:
@@ -93,29 +94,30 @@ class SavedTensors:
         return place_of(user_frame(sys._getframe()), stack=self._stack)
 
 
-class _Wrapped:
-    """A pair of hooks that does what another does, and looks at what it keeps."""
+class _Hook:
+    """Stands in for a hook. Its attributes are the hook's: torch's own checkpoint marks some."""
 
-    def __init__(self, saved: SavedTensors, hooks: Any) -> None:
+    def __init__(self, hook: Any, saved: SavedTensors, keeper: str) -> None:
+        self._hook = hook
         self._saved = saved
-        self._pack = hooks.pack_hook
-        self._unpack = hooks.unpack_hook
-        self._keeper = _name(hooks)
+        self._keeper = keeper
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+
+class _Pack(_Hook):
     @skip_dynamo
-    def pack(self, t: torch.Tensor) -> _Packed:
+    def __call__(self, t: torch.Tensor) -> _Packed:
         entry = ledger.open(t)
         count = entry.count
-        return _Packed(self._pack(t), entry, count, self._saved.place())
+        return _Packed(self._hook(t), entry, count, self._saved.place())
 
+
+class _Unpack(_Hook):
     @skip_dynamo
-    def unpack(self, packed: _Packed) -> Any:
-        t = self._unpack(packed.value)
+    def __call__(self, packed: _Packed) -> Any:
+        t = self._hook(packed.value)
         if isinstance(t, torch.Tensor):
             self._saved.judge(t, packed, self._keeper)
         return t
-
-
-def _name(hooks: Any) -> str:
-    """What a pair of hooks is known by: its class, or the function that packs."""
-    return name_of(hooks.pack_hook if type(hooks) is _hooks else type(hooks))
