@@ -3,6 +3,7 @@
 from ._torch import CreationMeta
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
 from .explain import explain
+from .handler import tracked
 from .info import ViewInfo, version, view_info, with_tracking
 from .ledger import storage_version
 from .mode import Tracker, track
@@ -25,6 +26,7 @@ __all__ = [
     "share_version",
     "storage_version",
     "track",
+    "tracked",
     "version",
     "view_info",
     "with_tracking",

@@ -190,7 +190,7 @@ def is_dynamo_disable(function: Any) -> bool:
     return getattr(function, "__code__", None) is _DISABLE_CODE
 
 
-_DISABLE_CODE = torch._disable_dynamo(lambda: None).__code__
+_DISABLE_CODE = torch._disable_dynamo(lambda: None).__code__  # type: ignore[attr-defined]
 
 
 class _Answer(QuietMode):

@@ -25,8 +25,10 @@ _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _user_file: dict[str, bool] = {}
 
+_TRACKED = "tracked_handler"
+
 # Names of functions that C++ calls as handlers; torchao installs one under the second name.
-handler_names = {"__torch_dispatch__", "_dispatch__torch_dispatch__"}
+handler_names = {"__torch_dispatch__", "_dispatch__torch_dispatch__", _TRACKED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,19 @@ def locate(
     """
     user: FrameType | None = None
     counted = plan.has_native_kernel and not plan.is_composite
+    settled = False
     while frame is not None:
         code = frame.f_code
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
+            settled = settled or _is_tracked(frame)
             above = _passes_on(frame, code, plan, args, kwargs)
             if above is None:
                 user = user or (frame if is_user_file(code.co_filename) else frame.f_back)
                 again_above = _is_subclass_handler(frame, code) and _torch.in_reentrant_dispatch()
-                return again_above and counted, not again_above, user
-            # Only the outermost handler has a kernel above it: the others were called below.
-            counted = above.has_native_kernel
+                return (settled or again_above) and counted, not again_above, user
+            if not settled:
+                # Only the outermost handler has a kernel above it: the others were called below.
+                counted = above.has_native_kernel
             user = None
         elif user is None and is_user_file(code.co_filename):
             user = frame
@@ -108,6 +113,16 @@ _own_handlers = {
         os.path.join("checkpoint", "foreign.py"),
     )
 }
+
+
+def _is_tracked(frame: FrameType) -> bool:
+    """Whether the handler in `frame` is `tracked`: what it issues has kernels of its own above."""
+    caller = frame if frame.f_code.co_name == _TRACKED else frame.f_back
+    return (
+        caller is not None
+        and caller.f_code.co_name == _TRACKED
+        and caller.f_code.co_filename == _OWN + "handler.py"
+    )
 
 
 def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> Plan | None:
