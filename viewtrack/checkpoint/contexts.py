@@ -36,6 +36,14 @@ _Context: Any = torch_checkpoint.SelectiveCheckpointContext
 _CheckpointPolicy = torch_checkpoint.CheckpointPolicy
 _SAVING = (_CheckpointPolicy.MUST_SAVE, _CheckpointPolicy.PREFER_SAVE)
 
+_NO_CONTENT = {
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_permuted", "empty_strided"),
+        *("new_empty", "new_empty_strided"),
+    )
+}
+
 _MISMATCH = (
     "This can happen if the operations in the checkpointed region are nondeterministic or depend "
     "on global state that changed between forward and backward."
@@ -98,7 +106,7 @@ class CachingMode(_torch_guard.CachingMode):
         if POLICY_IN_FORWARD_ONLY:
             context = _Context(is_recompute=False, op_output=out)
             saving = is_saving(self._policy(context, func, *args, **kwargs))
-        if saving and not only_writes(func):
+        if saving and not has_no_result(func):
             self._file(func, args, self._kept(func, out))
         elif POLICY_IN_FORWARD_ONLY:
             self._file(func, args, RECOMPUTE)
@@ -107,15 +115,18 @@ class CachingMode(_torch_guard.CachingMode):
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not self._acts or active.trackers or not hasattr(func, "_op"):
+        if not hasattr(func, "_op"):
             return func(*args, **kwargs)
-        if types and not all(cls is torch.Tensor for cls in types):
+        step, plan = step_for(func)
+        if not self._acts or active.trackers:
+            out = func._op(*args, **kwargs)
+        elif types and not all(cls is torch.Tensor for cls in types):
             with track(record="none"):  # the handlers of wrapper subclasses write as well
                 return func(*args, **kwargs)
-        step, plan = step_for(func)
-        if step is None:
+        elif step is None:
             return func._op(*args, **kwargs)
-        out = step(active.mode, plan, func._op, args, kwargs)
+        else:
+            out = step(active.mode, plan, func._op, args, kwargs)
         if watched and (plan.views or plan.may_alias_undeclared):
             note_alias(args, out, plan.name)
         return out
@@ -202,7 +213,7 @@ class CachedMode(_torch_guard.CachedMode):
     def _find_in_queue(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As torch before 2.13 does it."""
         context = _Context(is_recompute=True)
-        if not is_saving(self._policy(context, func, *args, **kwargs)) or only_writes(func):
+        if not is_saving(self._policy(context, func, *args, **kwargs)) or has_no_result(func):
             return RECOMPUTE
         entries = self.cache.entries.get(func)
         if entries is None:
@@ -212,16 +223,19 @@ class CachedMode(_torch_guard.CachedMode):
         return entries.pop(0)
 
 
-def only_writes(func: Any) -> bool:
-    """Whether an op gives back nothing but what it wrote.
+def has_no_result(func: Any) -> bool:
+    """Whether an op gives back nothing but what it wrote, or memory without content.
 
-    Such a result cannot be handed out in place of the op, since its caller has the written tensor
-    already and does not look at what comes back. So it is never kept, whatever the policy says.
-    Torch keeps it, and then raises, or leaves out the write if its check is off.
+    The first cannot be handed out in place of the op, since its caller has the written tensor
+    already and does not look at what comes back. The second is written next. So neither is kept,
+    whatever the policy says. Torch keeps both, and then raises, or leaves out the write if its
+    check is off.
     """
     if not hasattr(func, "_op"):
         return False
     plan = step_for(func)[1]
+    if plan.qualified.partition(".")[0] in _NO_CONTENT:
+        return True
     return bool(plan.writes) and len(plan.written) == plan.returns
 
 

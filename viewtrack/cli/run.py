@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from .. import checkpoint
 from ..errors import ViewTrackError
 from ..report import Recorder, Report, to_json, to_text
 from ..report.text import LIMIT
@@ -52,6 +53,12 @@ def add_parser(commands: Any) -> None:
         help="what to keep of each write: nothing, which is faster and finds no hazards; op and "
         "line (the default); or the whole Python stack",
     )
+    parser.add_argument(
+        "--guard-checkpoint",
+        action="store_true",
+        help="put the guarded contexts of viewtrack.checkpoint in the place of torch's selective "
+        "checkpointing: a write to a tensor that it cached raises, with the line that wrote",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report there as JSON too")
     add_options(parser)
     parser.add_argument(
@@ -71,6 +78,8 @@ def execute(args: argparse.Namespace) -> int:
                 output.check_writable(path, force=args.force)
     except (ViewTrackError, OSError) as error:
         args.parser.error(str(error))
+    if args.guard_checkpoint:
+        checkpoint.install()
     recorder = Recorder(args.record)
     owner, ended = os.getpid(), "exit status 0"
     try:
