@@ -58,6 +58,13 @@ def test_some_of_every_part_of_the_database():
     assert_exact(findings)
 
 
+def test_an_op_that_is_composite_and_has_a_kernel_of_its_own():
+    findings = Findings()
+    (matmul,) = database("matmul")[:1]
+    sweep_calls((c for c in calls(matmul) if c.variant == "out"), "matmul", findings)
+    assert_exact(findings)
+
+
 @pytest.mark.heavy
 def test_the_whole_database():
     assert_exact(sweep())

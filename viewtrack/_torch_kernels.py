@@ -6,6 +6,10 @@ named as the dispatcher names them, ``"aten::add_.Tensor"``.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -62,3 +66,11 @@ def is_made_of_other_ops(name: str) -> bool:
         name, "CompositeExplicitAutogradNonFunctional"
     )
     return explicit and not _has(name, "CPU")
+
+
+def composite_kernel(op: Any) -> Callable[..., Any]:
+    """The CompositeImplicitAutograd kernel of an OpOverload, whatever other kernels it has.
+
+    ``op.decompose`` may run a Python decomposition in its place.
+    """
+    return functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)

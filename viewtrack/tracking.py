@@ -40,6 +40,7 @@ from ._torch import (
     is_excluded,
     set_excluded,
 )
+from ._torch_kernels import composite_kernel
 from .info import version
 from .ledger import ledger
 from .operands import (
@@ -327,9 +328,21 @@ def _choose(func: Any) -> tuple[Step | None, Plan]:
     """The step for an op, None if it goes straight through, and its plan."""
     plan = plan_of(func)
     step = _step_of(plan)
+    if plan.is_composite and plan.has_native_kernel and plan.writes:
+        step = _decomposing(func)
     if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
         step = _resolving(step or _plain, always=plan.is_composite)
     return step, plan
+
+
+def _decomposing(func: Any) -> Step:
+    """For `matmul.out`, whose ADInplaceOrView kernel is out of reach from above autograd."""
+    kernel = composite_kernel(func)
+
+    def decomposing(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+        return _uncounted_write(mode, plan, kernel, args, kwargs)
+
+    return decomposing
 
 
 def _step_of(plan: Plan) -> Step | None:
