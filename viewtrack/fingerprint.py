@@ -33,9 +33,9 @@ def fingerprint(t: torch.Tensor) -> Any:
         What `same_bytes` compares; None for a tensor without bytes (meta, fake, sparse), which is
         the same as any other.
     """
-    if not _has_bytes(t):
-        return None
     with _torch.no_torch_function(), _torch_guard.no_torch_dispatch(), torch.no_grad():
+        if not _has_bytes(t):
+            return None
         words = _words(t.detach())
         first, second = _weights(words.device)
         sums = _sums(words, first)

@@ -56,7 +56,7 @@ from .operands import (
 )
 from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
 from .site import Site, issued_in_handler, locate, place_of, site_at
-from .watch import is_watched, note_write, watched
+from .watch import Watching, note_write, watched, watches_reached
 
 Step = Callable[["TrackingMode", Plan, Any, Any, Any], Any]
 
@@ -154,8 +154,9 @@ class TrackingMode(_torch.QuietMode):
         t: Any,
         was: int | None,
         located: tuple[bool, bool, Any],
+        watching: Watching,
     ) -> None:
-        """Enter the write that an op has done to `t` into the ledger.
+        """Enter the write that an op has done to `t` into the ledger, and tell who watches it.
 
         A kernel above autograd, where there is one, has yet to move the counter, by one.
         """
@@ -165,8 +166,8 @@ class TrackingMode(_torch.QuietMode):
         facts = (plan.name, argument.name, place, self._thread, was, now)
         if self.level:
             ledger.record(t, facts)
-        if watched:
-            note_write(t, plan, facts, counted)
+        if watching:
+            note_write(t, watching.get(id(t), ()), plan, facts, counted)
 
 
 # ------------------------------------------------------------------------------ steps
@@ -210,7 +211,7 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
     """A write whose op has an ADInplaceOrView kernel."""
     located = locate(sys._getframe(2), plan, args, kwargs)
     run = _plain if located[0] else _guarded
-    watching = watched and is_watched(plan, args, kwargs)
+    watching = watches_reached(plan, args, kwargs) if watched else {}
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     sole = plan.sole_write
@@ -218,13 +219,13 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
         t = args[sole.index]
         was = version(t)
         out = run(mode, plan, op, args, kwargs)
-        mode.record(plan, sole, t, was, located)
+        mode.record(plan, sole, t, was, located, watching)
         return out
     writes = written(plan, args, kwargs)
     before = [version(t) for _, t in writes]
     out = run(mode, plan, op, args, kwargs)
     for (argument, t), was in zip(writes, before, strict=True):
-        mode.record(plan, argument, t, was, located)
+        mode.record(plan, argument, t, was, located, watching)
     return out
 
 
@@ -234,7 +235,7 @@ def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> A
 
 def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has no ADInplaceOrView kernel."""
-    watching = watched and is_watched(plan, args, kwargs)
+    watching = watches_reached(plan, args, kwargs) if watched else {}
     writes = written(plan, args, kwargs)
     before = [version(t) for _, t in writes]
     located = locate(sys._getframe(2), plan, args, kwargs)
@@ -248,7 +249,7 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
             torch.autograd.graph.increment_version(t)
     if mode.level or watching:
         for (argument, t), was in zip(writes, before, strict=True):
-            mode.record(plan, argument, t, was, located)
+            mode.record(plan, argument, t, was, located, watching)
     return out
 
 

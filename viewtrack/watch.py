@@ -263,25 +263,29 @@ def watches_on(t: Any) -> list[Watch]:
     return [w for ref in watched.get(key_of(t), ()) if (w := ref()) is not None]
 
 
-def is_watched(plan: Plan, args: Any, kwargs: Any) -> bool:
-    """Whether an op is about to write to a watched storage.
+Watching = dict[int, list[Watch]]
+"""The watches on the storages that an op writes, by id of the tensor that it writes."""
+
+
+def watches_reached(plan: Plan, args: Any, kwargs: Any) -> Watching:
+    """The watches on what an op is about to write: it may exchange the storage (`set_`).
 
     Raises:
         MutatedTensorError: the write would reach a tensor that is protected.
     """
-    found = False
+    found = {}
     for argument in plan.writes:
         for t in argument.tensors(args, kwargs):
             if key_of(t) in watched:
-                found = True
+                found[id(t)] = watches = watches_on(t)
                 if not plan.changes_metadata:
-                    _refuse_forbidden(t, plan, argument.name)
+                    _refuse_forbidden(t, watches, plan, argument.name)
     return found
 
 
-def _refuse_forbidden(t: torch.Tensor, plan: Plan, argument: str) -> None:
+def _refuse_forbidden(t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str) -> None:
     region = region_of(t)
-    for watch in watches_on(t):
+    for watch in watches:
         if watch.forbidden and overlaps(watch.region, region):
             saved = watch.saved
             raise MutatedTensorError(
@@ -293,27 +297,27 @@ def _refuse_forbidden(t: torch.Tensor, plan: Plan, argument: str) -> None:
 
 def note_write(
     t: torch.Tensor,
+    watches: Iterable[Watch],
     plan: Plan,
     facts: tuple[str, str, Place, str, int | None, int | None],
     counted: bool,
 ) -> None:
-    """Note a write that was done to `t` with the watches on its storage.
+    """Note a write that was done to `t`.
 
     Args:
         t: what was written.
+        watches: the watches on its storage.
         plan: the plan of the op that wrote it.
         facts: op, argument, place, thread, versions before and after.
         counted: whether a kernel above has yet to move the counter, by one.
     """
-    if key_of(t) not in watched:
-        return
     op, argument, place, thread, before, after = facts
     # A change of sizes, strides or storage leaves every byte where it is.
     region = None if plan.changes_metadata else region_of(t)
     write = Write(op, argument, site_at(place), thread, before, after, region, 0)
     moved = 0 if before is None or after is None else after - before
     with _lock:
-        for watch in watches_on(t):
+        for watch in watches:
             reached = not plan.changes_metadata and overlaps(watch.region, region)
             now = version(watch.tensor)
             if now is not None and moved and _share_a_counter(t, watch.tensor):
