@@ -66,7 +66,7 @@ def find_undeclared(tried: Iterable[Call]) -> set[str]:
         # not, and then what they call does not show.
         for issue in (_directly, in_handler):
             inputs = call.inputs(requires_grad=False)
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             with finder, suppress(Exception):
                 issue(lambda i=inputs, fn=call.fn: fn(*i.args, **i.kwargs))  # type: ignore[misc]
     return finder.found

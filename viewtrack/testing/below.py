@@ -87,7 +87,7 @@ class _Outcome:
         self.error: str | None = None
         inputs = call.inputs(requires_grad=False)
         before = [version(t) for t in inputs.tensors]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         out: Any = None
         try:
             out = issue(lambda: call.fn(*inputs.args, **inputs.kwargs))

@@ -35,7 +35,7 @@ def observe(call: Call, under: Under = nullcontext) -> Observation:
         What was seen, by name.
     """
     inputs = call.inputs()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     seen: Observation = {}
     out: Any = None
     with under():
@@ -129,7 +129,7 @@ def _gradients(inputs: Inputs, outputs: list[torch.Tensor]) -> Observation:
     ends = [t for t in outputs if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not ends or not inputs.leaves:
         return {}
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     try:
         grads = torch.autograd.grad(
             ends,
