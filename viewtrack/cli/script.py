@@ -60,7 +60,7 @@ class Program:
             return _load_module(self.name)
         importer = pkgutil.get_importer(self.name)
         if importer is not None and (spec := importer.find_spec("__main__")) is not None:
-            _replace_path_entry(self.name)
+            _replace_path_entry(os.path.abspath(self.name))
             return _from_spec(spec)
         return _load_script(self.name)
 

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ..ledger import Write
-from ..site import UNKNOWN, Site
+from ..site import UNKNOWN, Site, is_user_file
 from .model import HazardRow, Report
 
 #: How many rows of a table are shown.
 LIMIT = 20
+
+HAZARDS = "hazards (kept by a mode or a hook, then written, then used again)"
 
 #: How many characters of a source line are shown.
 SOURCE = 72
@@ -24,7 +26,7 @@ def to_text(report: Report, limit: int | None = LIMIT) -> str:
         report: what to write.
         limit: how many rows to show of each table; None for all. Hazards are all shown.
     """
-    return "\n".join(_lines(report, limit)) + "\n"
+    return "\n".join(_lines(report, limit)).rstrip() + "\n"
 
 
 def _lines(report: Report, limit: int | None) -> Iterator[str]:
@@ -47,7 +49,7 @@ def _lines(report: Report, limit: int | None) -> Iterator[str]:
         limit,
     )
     yield from _table(
-        "undeclared aliases: ops that returned memory of an argument unsaid by their schema",
+        "undeclared aliases (ops that return memory of an argument, unsaid by their schema)",
         [(row.op, f"first at {_line(row.site)}") for row in report.aliases],
         len(report.aliases),
         limit,
@@ -65,9 +67,9 @@ def _hazards(report: Report) -> Iterator[str]:
     if report.record == "none":
         yield "hazards: not looked for (record=none)"
     elif not rows:
-        yield "hazards: none; nothing kept was written before it was used again"
+        yield f"{HAZARDS}: none"
     else:
-        yield f"hazards: {len(rows)}; kept by a mode or a hook, written, and then used again"
+        yield f"{HAZARDS}: {len(rows)}"
     for number, row in enumerate(rows, 1):
         yield ""
         yield from _hazard(number, row)
@@ -90,7 +92,8 @@ def _entry(label: str, what: str, site: Site | None = None, *more: str) -> Itera
     yield f"{label if label[0] == ' ' else '     ' + label:14}{what}"
     if site is not None:
         yield indent + _line(site)
-        yield from (f"{indent}  called from {_where(*frame)}" for frame in site.stack[1:])
+        callers = [frame for frame in site.stack[1:] if is_user_file(frame[0])]
+        yield from (f"{indent}  called from {_where(*frame)}" for frame in callers)
     for line in more:
         yield indent + line
 

@@ -1,0 +1,75 @@
+"""Every file in `examples/` runs, and prints what it says it does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args):
+    """What an example printed, and what went to stderr."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+GPT = "examples/train_gpt_with_cache.py"
+
+
+def line_of(path, text):
+    lines = (ROOT / path).read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, 1) if line.strip() == text]
+    return f"{path}:{number}"
+
+
+def losses(out):
+    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", out, re.MULTILINE)]
+
+
+def difference(out):
+    [found] = re.findall(r"against the run without a cache: (\S+)$", out, re.MULTILINE)
+    return float(found)
+
+
+def test_gpt_with_cache_learns_and_the_report_is_clean():
+    out, report = run("-m", "viewtrack", "run", GPT)
+    assert losses(out)[-1] < 0.7 * losses(out)[0]
+    assert difference(out) == 0
+    assert "(kept by a mode or a hook, then written, then used again): none" in report
+
+
+def test_gpt_with_cache_and_bug_is_explained():
+    stock, quiet = run(GPT, "--bug", "--steps", "4")
+    assert quiet == ""  # stock torch says nothing
+    assert difference(stock) > 0.1
+    out, report = run("-m", "viewtrack", "run", GPT, "--bug", "--steps", "4")
+    assert out == stock
+    assert "then used again): 1\n" in report
+    kept = line_of(GPT, "gate = self.gate(x)")
+    written = line_of(GPT, "gate = F.silu(gate, inplace=self.inplace)")
+    lines = [line.strip() for line in report.splitlines()]
+    at = lines.index("1  kept     aten.mm.default -> f32[512, 128]")
+    assert lines[at + 1].startswith(f"{kept} in forward")
+    assert lines[at + 3] == "written  aten.silu_.default(self)"
+    assert lines[at + 4].startswith(f"{written} in forward")
+    assert lines[at + 7].startswith(f"{kept} in forward")
+
+
+@pytest.mark.parametrize("args", [(), ("--bug",)], ids=["plain", "bug"])
+def test_gpt_without_cache_has_the_right_gradients(args):
+    out, _ = run(GPT, "--no-cache", "--steps", "1", *args)
+    assert difference(out) == 0
+
+
+def test_gpt_is_deterministic():
+    first, again, other = (run(GPT, "--steps", "1", "--seed", seed)[0] for seed in "112")
+    assert first == again
+    assert first != other
