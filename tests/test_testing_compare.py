@@ -256,10 +256,16 @@ def test_library_ops_in_a_mode_inside_track(fn, variant):
     assert compare(fn, (leaf(),), under=Inside, variant=variant) == []
 
 
+def lstsq_gradient(x):
+    """Rounded, since on stock torch too its last bits change from call to call."""
+    (gradient,) = torch.autograd.grad(torch.linalg.lstsq(x, x.flip(0)).solution.abs().sum(), x)
+    return torch.view_as_real(gradient).mul(99).round()
+
+
 CONJUGATED = {
     "pinv": torch.linalg.pinv,
     "pinverse": torch.pinverse,
-    "lstsq": lambda x: torch.linalg.lstsq(x, x.flip(0)).solution,
+    "lstsq": lstsq_gradient,
 }
 
 
