@@ -242,9 +242,6 @@ def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs:
     counted, in_handler, _ = located
     run = _plain if counted else _recorded if _is_recorded(plan) and not in_handler else _guarded
     out = run(mode, plan, op, args, kwargs)
-    if plan.is_composite and plan.returns == 1 and plan.written:
-        # On 2.6 the boxed kernel of fft_hfft2.out returns its first argument.
-        out = plan.written[0].arguments[0].of(args, kwargs)
     for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
         unseen = (argument.is_list or not plan.is_aten) and is_wrapper(t) and not counted

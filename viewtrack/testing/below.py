@@ -13,6 +13,7 @@ from ..ledger import key_of
 from ..mode import track
 from .call import Call, Variant
 from .compare import Difference, _name
+from .modes import NoOpMode
 from .observation import Under, counters, describe_error, same, value_of
 
 APART_ON_PURPOSE = frozenset({"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
@@ -38,9 +39,9 @@ def compare_below(
     * Each input's counter moves by what the same call moves it above autograd without any mode.
     * Each output in the memory of an input shares its counter; so do outputs that share one
       above autograd.
-    * Values are those of the call above autograd, or at worst those that a handler gets without
-      `under`: a handler of stock torch reads lazily conjugated memory as it lies. Errors are those
-      that a handler gets.
+    * Values are those of the call above autograd, or at worst those that a handler gets above a
+      mode that does nothing: it reads lazily conjugated memory as it lies. Errors are those that
+      such a handler gets.
     * No output carries autograd metadata, so a handler may return it.
 
     Args:
@@ -65,7 +66,9 @@ def below_differences(call: Call, under: Under = track, apart: bool = False) -> 
         under: makes the context manager that holds around the handler.
         apart: whether outputs may lie in an input's memory with counters of their own.
     """
-    above, untracked = _Outcome(call, lambda body: body()), _Outcome(call, in_handler)
+    above = _Outcome(call, lambda body: body())
+    with NoOpMode():
+        untracked = _Outcome(call, in_handler)
     with under():
         below = _Outcome(call, in_handler)
     found: list[tuple[str, Any, Any]] = [("error", untracked.error, below.error)]

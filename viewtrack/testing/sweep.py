@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _torch
 from ..mode import track
 from .below import APART_ON_PURPOSE, below_differences
 from .call import Call
 from .compare import Difference, differences, is_steady
+from .modes import NoOpMode
 from .observation import Under, observe
 from .opinfo import calls, database
 
@@ -28,13 +28,6 @@ BETTER_THAN_STOCK = {
     "apart, so that a write to the `out=` tensor goes unseen",
 }
 """Where the tracker moves a counter that stock torch ought to move: op, variant, and why."""
-
-
-class NoOpMode(_torch.QuietMode):
-    """A dispatch mode that passes every op on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
