@@ -55,8 +55,12 @@ def as_called(excluded: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Take all dispatch modes off the stack inside."""
-    modes = [_torch.pop_mode() for _ in range(_torch.mode_stack_len())]
+    """Take all dispatch modes off the stack inside, so that they do not see what marking does.
+
+    AOTAutograd's stay: its tensors cannot do without.
+    """
+    functional = _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    modes = [] if functional else [_torch.pop_mode() for _ in range(_torch.mode_stack_len())]
     try:
         yield
     finally:
@@ -117,6 +121,12 @@ def backend_of(args: Any, kwargs: Any) -> Any:
     return _C.DispatchKeySet(getattr(DispatchKey, _C._dispatch_key_for_device(first.device.type)))
 
 
+def impl(lib: torch.library.Library, name: str, kernel: Any, key: str) -> None:
+    """Register a kernel that takes the key set, in the place of an older one if there is one."""
+    torch.library._impls.discard(f"{lib.ns}/{name.partition('::')[2]}/{key}")  # refused before 2.9
+    lib.impl(name, kernel, key, with_keyset=True)
+
+
 def vmap_by_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Apply a rule as ``torch.library.register_vmap`` takes it. For a FuncTorchBatched kernel."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
@@ -124,6 +134,15 @@ def vmap_by_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: An
 
     interpreter = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def needs_grad_inside(t: torch.Tensor) -> bool:
+    """Whether what a wrapper of torch.func wraps requires grad, at any level."""
+    while _torch.is_functorch_wrapped(t):
+        if t.requires_grad:
+            return True
+        t = _C._functorch.get_unwrapped(t)
+    return t.requires_grad
 
 
 # ------------------------------------------------------------------------------ tensors
@@ -139,6 +158,22 @@ def _functional_tensor() -> Any:
     return sys.modules["torch._subclasses.functional_tensor"].FunctionalTensor
 
 
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""An autograd.Function for one level of torch.func, under `single_level_functions`."""
+
+
+@contextmanager
+def single_level_functions() -> Iterator[None]:
+    """Allow `SingleLevelFunction` inside: for an Autograd kernel that a transform has called."""
+    functorch = _C._functorch
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        functorch.set_single_level_autograd_function_allowed(before)
+
+
 def is_fake(t: torch.Tensor) -> bool:
     """Whether t is a FakeTensor."""
     return isinstance(t, torch._subclasses.FakeTensor)
@@ -147,11 +182,12 @@ def is_fake(t: torch.Tensor) -> bool:
 def fake_like(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """A FakeTensorMode, and fake tensors with the geometry of `tensors`; symbols by their hints."""
     mode = torch._subclasses.FakeTensorMode()
-    with mode:
+    mode._allow_unsafe_data_ptr_access = False  # raise where a raw kernel would get a null pointer
+    with mode, torch.no_grad():
         return mode, [
             torch.empty_strided(
-                [_hint(n) for n in t.size()],
-                [_hint(n) for n in t.stride()],
+                [hint(n) for n in t.size()],
+                [hint(n) for n in t.stride()],
                 dtype=t.dtype,
                 device=t.device,
             )
@@ -159,8 +195,11 @@ def fake_like(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         ]
 
 
-def _hint(n: Any) -> int:
-    return n if isinstance(n, int) else int(n.node.hint)
+def hint(value: Any) -> Any:
+    """A symbolic number's hint; anything else as it is."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    return value
 
 
 def rebase_history(t: torch.Tensor, out: torch.Tensor) -> None:

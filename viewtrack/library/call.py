@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch_library
+from .. import _torch, _torch_library
 from ..info import version
-from .spec import Spec
+from .spec import Place, Spec
 
 
 class Call:
@@ -33,12 +33,14 @@ class Call:
         ran_inside: whether it did.
         hides_views: whether it found no views where the schema has them.
         counted_inside: for each written tensor, whether the body moved its counter by itself.
+        recorded: what autograd has made of an output, and the alias that handlers got for it.
         claimed: whether an ADInplaceOrView kernel has begun to work for this call.
     """
 
     __slots__ = (
         "_excluded",
         "_grad",
+        "_has_handlers",
         "args",
         "claimed",
         "counted_inside",
@@ -46,6 +48,7 @@ class Call:
         "kwargs",
         "looks_inside",
         "ran_inside",
+        "recorded",
         "spec",
         "tensors",
     )
@@ -61,7 +64,9 @@ class Call:
         self.ran_inside = False
         self.hides_views = False
         self.counted_inside: list[bool] = []
+        self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.claimed = False
+        self._has_handlers = _torch.mode_stack_len() > 0 or any(map(_is_handled, tensors))
         self._excluded = _torch_library.excluded_keys()
         self._grad = torch.is_grad_enabled()
 
@@ -86,6 +91,24 @@ class Call:
         with _torch_library.as_called(self._excluded), torch.set_grad_enabled(self._grad):
             yield
 
+    def handed_up(self, out: Any) -> Any:
+        """The outputs as handlers get them."""
+        if not self._has_handlers:
+            return out
+        outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in self.spec.outputs(out)]
+        for leaf in list(self.spec.leaves(out)):
+            t = leaf.t
+            if leaf.index not in self.spec.written and (t._is_view() or t.requires_grad):
+                with _torch.inplace_or_view():
+                    alias = t.detach()
+                self.recorded.append((t, alias))
+                put(outputs, leaf.place, alias)
+        return self.spec.packed(outputs)
+
+    def taken_back(self, t: torch.Tensor) -> torch.Tensor:
+        """The output that a handler returned an alias for."""
+        return next((output for output, alias in self.recorded if alias is t), t)
+
     def note(self, before: list[int | None]) -> None:
         """Note which counters the body moved.
 
@@ -96,6 +119,18 @@ class Call:
         self.counted_inside = [
             version(t) != was for (_, t), was in zip(written, before, strict=True)
         ]
+
+
+def _is_handled(t: torch.Tensor) -> bool:
+    return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def put(outputs: list[Any], place: Place, t: torch.Tensor) -> None:
+    """Put a tensor into outputs that are laid out one by one."""
+    if place.position is None:
+        outputs[place.index] = t
+    else:
+        outputs[place.index][place.position] = t
 
 
 class _UnderWay(threading.local):

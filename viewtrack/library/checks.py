@@ -219,5 +219,5 @@ def _bad_alias(spec: Spec, what: str, mend: str) -> AliasingError:
 
 def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return f"{len(value)} values"
+        return f"{len(value)} value" + ("" if len(value) == 1 else "s")
     return "another tensor" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch_library
 from .._torch_dynamo import skip_dynamo
 from ..plan import forget
 from .checks import checked_body
@@ -154,5 +155,5 @@ def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> Cu
 
 
 def _impl(spec: Spec, kernel: Any, key: str) -> None:
-    spec.lib.impl(spec.name, kernel, key, with_keyset=True)
+    _torch_library.impl(spec.lib, spec.name, kernel, key)
     skip_dynamo(kernel)

@@ -201,6 +201,9 @@ def op(
 ) -> Any:
     """Define an op that views, writes, returns new tensors, or several of these.
 
+    Where it only returns new tensors it is an op as ``torch.library.custom_op`` makes them, whose
+    gradient may come from its body.
+
     Args:
         schema: name and signature, such as ``(Tensor(a!) cache, Tensor new, int pos) ->
             Tensor(a)`` for an op that fills a buffer and returns a part of it.

@@ -21,8 +21,8 @@ import torch
 
 from .. import _torch, _torch_library, _torch_view_fn
 from ..errors import ViewTrackError
-from .call import Call
-from .history import ViewFn, arguments_for, base_of, marked_leaf, put, swapped, with_arguments
+from .call import Call, put
+from .history import ViewFn, arguments_for, base_of, marked_leaf, swapped, with_arguments
 from .spec import Leaf, Place, Spec
 
 Run = Callable[[], Any]
@@ -46,6 +46,8 @@ class Formula:
         """Run an op that does more than to view, and give its outputs their histories."""
         spec = call.spec
         ghosts, out = _Pass(self, call, run).apply()
+        if is_transformed(call.tensors):
+            return _functional(call, out, ghosts)
         outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
         leaves = [leaf for leaf in spec.leaves(out) if leaf.index not in spec.written]
         for leaf, ghost in zip(leaves, ghosts, strict=False):
@@ -79,6 +81,20 @@ class Formula:
         return view_fn
 
 
+def is_transformed(tensors: list[torch.Tensor]) -> bool:
+    """Whether a transform of torch.func is at work."""
+    return any(_torch.is_functorch_wrapped(t) for t in tensors)
+
+
+def _functional(call: Call, out: Any, ghosts: tuple[torch.Tensor, ...]) -> Any:
+    spec = call.spec
+    outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
+    leaves = [leaf for leaf in spec.leaves(out) if leaf.index not in spec.written]
+    for leaf, ghost in zip(leaves, ghosts, strict=False):
+        put(outputs, leaf.place, ghost)
+    return spec.packed(with_arguments(spec, outputs, call.args, call.kwargs))
+
+
 def _is_recorded(ghost: torch.Tensor) -> bool:
     return ghost.requires_grad or _torch.tangent(ghost) is not None
 
@@ -110,7 +126,11 @@ class _Pass:
         if self._call is None:
             raise RuntimeError("a pass runs once")
         try:
-            ghosts = _Function.apply(self, *self._call.tensors)  # type: ignore[no-untyped-call]
+            if is_transformed(self._call.tensors):
+                with _torch_library.single_level_functions():
+                    ghosts = _LevelFunction.apply(self, *self._call.tensors)
+            else:
+                ghosts = _Function.apply(self, *self._call.tensors)  # type: ignore[no-untyped-call]
             return ghosts, self._out
         finally:
             self._call = self._run = self._out = None
@@ -123,12 +143,28 @@ class _Pass:
         self._out = self._run()
         leaves = [leaf for leaf in spec.leaves(self._out) if leaf.index not in spec.written]
         self.places = [leaf.place for leaf in leaves]
+        if is_transformed(call.tensors):
+            return self._forward_transformed(ctx, call, leaves)
         with _torch_library.below_autograd():
             returned = [x.t.detach() if x.index in spec.views else x.t for x in leaves]
             written = [t.detach() for _, t in spec.writes(call.args, call.kwargs)]
         integral = [t for t in (*returned, *written) if not _is_differentiable(t)]
         if integral:
             ctx.mark_non_differentiable(*integral)
+        self._set_up(ctx, call, [*returned, *written])
+        return (*returned, *written)
+
+    def _forward_transformed(
+        self, ctx: Any, call: Call, leaves: list[Leaf]
+    ) -> tuple[torch.Tensor, ...]:
+        """The same in a transform of torch.func, whose wrappers native kernels do not mark.
+
+        So an in-place op on a view that comes out is refused, as on that of any custom Function.
+        """
+        spec = self.spec
+        returned = [_torch_library.alias(x.t) if x.index in spec.views else x.t for x in leaves]
+        written = [t for _, t in spec.writes(call.args, call.kwargs)]
+        ctx.mark_dirty(*written)
         self._set_up(ctx, call, [*returned, *written])
         return (*returned, *written)
 
@@ -257,7 +293,7 @@ def _is_differentiable(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-class _Function(torch.autograd.Function):
+class _Methods:
     @staticmethod
     def forward(ctx: Any, run: _Pass, *tensors: torch.Tensor) -> Any:
         ctx.run = run
@@ -270,3 +306,11 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return ctx.run.jvp(ctx, tangents)
+
+
+class _Function(_Methods, torch.autograd.Function):
+    pass
+
+
+class _LevelFunction(_Methods, _torch_library.SingleLevelFunction):  # type: ignore[misc]
+    pass

@@ -11,8 +11,8 @@ from .. import _torch, _torch_library
 from .._torch import CreationMeta
 from ..errors import AliasingError, ViewTrackError
 from ..view import mark_as_view
-from .call import Call
-from .spec import Leaf, Place, Spec
+from .call import Call, put
+from .spec import Leaf, Spec
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,7 +55,9 @@ def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
     """
     spec = call.spec
     outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
-    for leaf in list(spec.leaves(out)):
+    for found in list(spec.leaves(out)):
+        leaf = Leaf(found.place, call.taken_back(found.t))
+        put(outputs, leaf.place, leaf.t)
         if leaf.index in spec.views:
             put(outputs, leaf.place, marked_leaf(call, leaf, _view_fn(call, leaf)))
         elif needs and leaf.index not in spec.written:
@@ -72,14 +74,6 @@ def with_arguments(spec: Spec, outputs: list[Any], args: Any, kwargs: Any) -> li
     return outputs
 
 
-def put(outputs: list[Any], place: Place, t: torch.Tensor) -> None:
-    """Put a tensor into outputs that are laid out one by one."""
-    if place.position is None:
-        outputs[place.index] = t
-    else:
-        outputs[place.index][place.position] = t
-
-
 # ------------------------------------------------------------------------------ views
 
 
@@ -87,8 +81,10 @@ def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
     """The output as a view of its base: itself, unless it is a view of something else already."""
     spec, t = call.spec, leaf.t
     base = base_of(call, leaf)
-    if base is None or base.is_inference() or _is_marked(t, base):
+    if base is None or base.is_inference() or is_marked(t, base):
         return t
+    if _torch.is_functorch_wrapped(t):
+        return t  # at this level of the transform nothing is recorded
     with _torch_library.without_modes():
         if t._is_view() or t.requires_grad:
             with _torch_library.below_inplace_or_view():
@@ -106,10 +102,13 @@ def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
 
 def base_of(call: Call, leaf: Leaf) -> torch.Tensor | None:
     """The argument that an output views."""
-    arguments = call.spec.views[leaf.index].arguments
-    candidates: list[torch.Tensor] = [
-        t for a in arguments for t in a.tensors(call.args, call.kwargs)
-    ]
+    return base_of_output(call.spec, leaf, call.args, call.kwargs)
+
+
+def base_of_output(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The argument that an output views."""
+    arguments = spec.views[leaf.index].arguments
+    candidates: list[torch.Tensor] = [t for a in arguments for t in a.tensors(args, kwargs)]
     if len(candidates) == 1:
         return candidates[0]
     for t in candidates:
@@ -127,11 +126,12 @@ def note_inside(call: Call, out: Any) -> None:
     for leaf in call.spec.leaves(out) if call.spec.views else ():
         if leaf.index in call.spec.views:
             base = base_of(call, leaf)
-            if base is not None and not _is_marked(leaf.t, base):
+            if base is not None and not is_marked(leaf.t, base):
                 call.hides_views = True
 
 
-def _is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
+def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether t is a differentiable view of base, or of what base is a view of."""
     return t._is_view() and (t._base is base or (base._is_view() and t._base is base._base))
 
 

@@ -30,6 +30,7 @@ from ..view import share_version
 from . import traced
 from .call import Call, under_way
 from .checks import check_aliases, check_undeclared_writes
+from .formula import is_transformed
 from .history import check_writable, note_inside, settle, wants_gradient
 from .spec import Spec
 
@@ -65,7 +66,8 @@ class Kernels:
 
         looks_inside = spec.formula is None and not spec.opaque
         call = Call(spec, tensors, args, kwargs, looks_inside)
-        if needs and spec.formula is not None and not spec.only_views:
+        in_function = not spec.only_views or is_transformed(tensors)
+        if needs and spec.formula is not None and in_function:
             return spec.formula.run(call, run)
         histories = [t.grad_fn for _, t in written] if needs else []
         return settle(call, run(), needs, histories)
@@ -116,7 +118,8 @@ class Kernels:
         check_undeclared_writes(spec, args, kwargs, before, tensors)
         if call is not None:
             call.note(versions)
-        elif versions == [version(t) for t in written] and written:
+            return call.handed_up(out) if call.ran_inside else out
+        if versions == [version(t) for t in written] and written:
             counted, _, _ = locate(sys._getframe(1), spec.bottom_plan, args, kwargs)
             if not counted:
                 _count(written, versions)
@@ -130,6 +133,7 @@ class Kernels:
         """For vmap: the user's rule, or the body."""
         if self.spec.vmap is not None:
             return _torch_library.vmap_by_rule(self.spec.vmap, self.spec.op, args, kwargs)
+        traced.check_formula_is_kept(self.spec, self.spec.tensors(args, kwargs))
         return traced.run_body(self.spec, args, kwargs)
 
     def _look_inside(self, call: Call, keyset: Any, before: list[int | None]) -> Any:

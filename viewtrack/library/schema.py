@@ -54,10 +54,10 @@ def check_annotations(parsed: Any, kind: str) -> Plan:
 
 
 def _check_letters(parsed: Any, plan: Plan, where: str) -> None:
-    if "*" in str(parsed) and any("*" in letters for letters in _all_letters(parsed)):
+    if any("*" in letters for letters in _all_letters(parsed)):
         raise ViewTrackError(
-            f"{where} has a wildcard alias set; name the argument that each output views, as in "
-            f"`Tensor(a) x -> Tensor(a)`"
+            f"{where} has a wildcard alias set (*); name the argument that each output views, "
+            f"as in `Tensor(a) x -> Tensor(a)`"
         )
     seen: dict[str, str] = {}
     for argument in plan.arguments:
@@ -77,7 +77,8 @@ def _check_letters(parsed: Any, plan: Plan, where: str) -> None:
 
 def _all_letters(parsed: Any) -> list[set[str]]:
     infos = [a.alias_info for a in (*parsed.arguments, *parsed.returns)]
-    return [set(i.before_set) | set(i.after_set) for i in infos if i is not None]
+    # `Tensor(a -> *)` is how ATen writes an argument that is viewed by a list of outputs.
+    return [set(i.before_set) for i in infos if i is not None]
 
 
 def _check_outputs(plan: Plan, where: str) -> None:
@@ -118,9 +119,4 @@ def _check_kind(plan: Plan, kind: str, where: str) -> None:
         raise ViewTrackError(
             f"{where} {wrong}; an op of this kind is `{example} -> Tensor(a!)`. Annotate it so, or "
             f"use viewtrack.library.{'view_op' if plan.views and not plan.writes else 'op'}"
-        )
-    if kind == ANY and not (plan.views or plan.writes):
-        raise ViewTrackError(
-            f"{where} neither views nor writes an argument; annotate what it does, or use "
-            f"torch.library.custom_op"
         )

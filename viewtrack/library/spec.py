@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Body = Callable[..., Any]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Spec:
     """One op.
 
@@ -29,7 +29,6 @@ class Spec:
         where: ``file:line`` of the body, for errors.
         is_out: whether it is an out= op, which autograd refuses.
         opaque: True if autograd must not look into the body; None if that is to be found out.
-        untraceable: whether the body was found to read memory that tracing has none of.
         formula: the user's gradient formula.
         fake: the user's fake implementation.
         vmap: the user's batching rule.
@@ -45,7 +44,6 @@ class Spec:
     where: str
     is_out: bool = False
     opaque: bool | None = None
-    untraceable: bool = False
     formula: Formula | None = None
     fake: Body | None = None
     vmap: Body | None = None
@@ -71,6 +69,11 @@ class Spec:
     def only_views(self) -> bool:
         """Whether running it again does no harm, and gives only views."""
         return not self.plan.writes and len(self.views) == self.plan.returns
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether nothing new comes out: then outputs without memory need no body."""
+        return len(self.written) == self.plan.returns
 
     def tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """All tensors among the arguments, in the schema's order."""

@@ -11,19 +11,17 @@ arguments: the form that ``auto_functionalized`` takes.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from .. import _torch, _torch_library
 from ..errors import ViewTrackError
-from .call import under_way
+from .call import Call, put, under_way
 from .checks import check_aliases
 from .history import note_inside
+from .inspection import inspected
 from .spec import Body, Spec
-
-log = logging.getLogger(__name__)
 
 
 def looks_through(
@@ -51,17 +49,55 @@ def _is_wrapper(t: torch.Tensor) -> bool:
 
 
 def run_body(spec: Spec, args: Any, kwargs: Any) -> Any:
-    """Run the body as a part of the program that calls the op."""
-    try:
-        return spec.run_body(args, kwargs)
-    except RuntimeError as error:
-        if "data pointer" in str(error) or "numpy()" in str(error):
-            raise ViewTrackError(
-                f"`{spec.name}` ({spec.where}) reads memory, which tensors that are traced or "
-                f"transformed have none of: {error}; give the op its rule by `register_vmap` or "
-                f"`register_autograd`"
-            ) from error
-        raise
+    """Run the body as a part of the program that calls the op.
+
+    Raises:
+        ViewTrackError: the body reads memory, or hides its views from autograd.
+    """
+    tensors = spec.tensors(args, kwargs)
+    traits = inspected(spec, tensors, args, kwargs)
+    if traits.untraceable is not None:
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}) reads memory, and tensors that are traced or "
+            f"transformed have none: {traits.untraceable}; give the op its rule by `register_vmap` "
+            f"or `register_autograd`"
+        ) from traits.untraceable
+    out = spec.run_body(args, kwargs)
+    if not traits.hides_views:
+        return out
+    if any(_torch.is_functorch_wrapped(t) for t in tensors):
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}) hides its views from autograd, as `detach()` does, and "
+            f"torch.func would lose their gradient; make them by differentiable ops, or give the "
+            f"op its rules by `register_autograd` and `register_vmap`"
+        )
+    return _by_geometry(spec, args, kwargs, out)
+
+
+def check_formula_is_kept(spec: Spec, tensors: list[torch.Tensor]) -> None:
+    """Refuse to batch the body where a gradient would then pass the user's formula by.
+
+    Raises:
+        ViewTrackError: the op has a formula and no batching rule, and a gradient is asked for.
+    """
+    if spec.formula is not None and any(_torch_library.needs_grad_inside(t) for t in tensors):
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}) has a gradient formula of its own and no batching rule; "
+            f"give it one by `register_vmap`"
+        )
+
+
+def _by_geometry(spec: Spec, args: Any, kwargs: Any, out: Any) -> Any:
+    """The same views, made of their bases by an op that autograd knows."""
+    outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
+    for leaf in list(spec.leaves(out)):
+        if leaf.index in spec.views:
+            base = next(
+                t for a in spec.views[leaf.index].arguments for t in a.tensors(args, kwargs)
+            )
+            t = leaf.t
+            put(outputs, leaf.place, base.as_strided(t.size(), t.stride(), t.storage_offset()))
+    return spec.packed(outputs)
 
 
 # ------------------------------------------------------------------------------ fake tensors
@@ -71,41 +107,30 @@ def fake_of(spec: Spec) -> Body:
     """The op on tensors without memory: the user's function, else the body."""
 
     def fake(*args: Any, **kwargs: Any) -> Any:
+        tensors = spec.tensors(args, kwargs)
         if spec.fake is not None:
             out = spec.fake(*args, **kwargs)
-        elif spec.opaque or spec.untraceable:
+        elif is_opaque(spec, tensors, args, kwargs):
             out = _trivial(spec, args, kwargs)
         else:
-            out = _try_body(spec, args, kwargs)
+            out = _run_inside(under_way(spec, tensors), spec, args, kwargs)
         check_aliases(spec, args, kwargs, out)
         return out
 
     return fake
 
 
-def _try_body(spec: Spec, args: Any, kwargs: Any) -> Any:
-    call = under_way(spec, spec.tensors(args, kwargs))
-    try:
-        if call is None or not call.looks_inside:
-            return spec.run_body(args, kwargs)
-        with call.as_called():
-            out = spec.run_body(args, kwargs)
-        note_inside(call, out)
-        return out
-    except Exception as error:
-        if not _is_trivial(spec):
-            raise
-        _found_untraceable(spec, error)
-        return _trivial(spec, args, kwargs)
-
-
-def _is_trivial(spec: Spec) -> bool:
-    """Whether nothing new comes out: then outputs without memory need no body."""
-    return len(spec.written) == spec.plan.returns
+def _run_inside(call: Call | None, spec: Spec, args: Any, kwargs: Any) -> Any:
+    if call is None or not call.looks_inside:
+        return spec.run_body(args, kwargs)
+    with call.as_called():
+        out = spec.run_body(args, kwargs)
+    note_inside(call, out)
+    return call.handed_up(out)
 
 
 def _trivial(spec: Spec, args: Any, kwargs: Any) -> Any:
-    if not _is_trivial(spec):
+    if not spec.is_trivial:
         raise ViewTrackError(
             f"`{spec.name}` ({spec.where}) needs a fake implementation under torch.compile, "
             f"torch.export and FakeTensorMode, since its body is opaque; use `register_fake`"
@@ -114,44 +139,12 @@ def _trivial(spec: Spec, args: Any, kwargs: Any) -> Any:
     return spec.packed(outputs)
 
 
-def _found_untraceable(spec: Spec, error: Exception) -> None:
-    spec.untraceable = True
-    log.info("the body of %s (%s) cannot be traced, so it is opaque to compilers: %s",
-             spec.name, spec.where, error)  # fmt: skip
-
-
 # ------------------------------------------------------------------------------ opaque bodies
 
 
 def is_opaque(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
     """Whether compilers are to be given the companion."""
-    if spec.opaque or spec.untraceable:
-        return True
-    if spec not in _probed:
-        _probed.add(spec)
-        if _is_trivial(spec):
-            _probe(spec, tensors, args, kwargs)
-    return spec.untraceable
-
-
-_probed: set[Spec] = set()
-
-
-def _probe(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
-    """Find out on fake tensors, since a body that fails midway would spoil a trace."""
-    mode, fakes = _torch_library.fake_like(tensors)
-    stand_ins = {id(t): fake for t, fake in zip(tensors, fakes, strict=True)}
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [swap(v) for v in value]
-        return stand_ins.get(id(value), value)
-
-    try:
-        with torch.no_grad(), _torch_library.without_modes(), mode:
-            spec.run_body(tuple(map(swap, args)), {k: swap(v) for k, v in kwargs.items()})
-    except Exception as error:
-        _found_untraceable(spec, error)
+    return spec.opaque or inspected(spec, tensors, args, kwargs).untraceable is not None
 
 
 def is_opaque_in(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,129 @@
+"""Custom ops in the transforms of torch.func."""
+
+import pytest
+import torch
+from library_ops import axpy_, formula_head, formula_zero_, fresh, head, hidden_head, raw_zero_
+
+from viewtrack import ViewTrackError, library
+
+X = torch.arange(1.0, 5.0)
+BATCH = torch.arange(1.0, 9.0).view(2, 4)
+
+
+def edits_the_view(head):
+    def fn(x):
+        base = x * 1
+        view = head(base, 2)
+        view.mul_(3)
+        base.add_(view.sum())
+        return (base**2).sum()
+
+    return fn
+
+
+def native_head(x, n):
+    return x.narrow(0, 0, n)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda fn: torch.func.grad(fn)(X),
+        lambda fn: torch.func.vmap(fn)(BATCH),
+        lambda fn: torch.func.vmap(torch.func.grad(fn))(BATCH),
+        lambda fn: torch.func.grad(lambda x: torch.func.vmap(fn)(x).sum())(BATCH),
+        lambda fn: torch.func.hessian(fn)(X),
+        lambda fn: torch.func.jvp(fn, (X,), (X,)),
+        lambda fn: torch.func.functionalize(fn)(X),
+    ],
+    ids=["grad", "vmap", "vmap of grad", "grad of vmap", "hessian", "jvp", "functionalize"],
+)
+def test_the_body_is_transformed(transform):
+    torch.testing.assert_close(
+        transform(edits_the_view(head)), transform(edits_the_view(native_head))
+    )
+
+
+def test_the_body_of_a_write_is_transformed():
+    def fn(x):
+        base = x * 1
+        axpy_(base[:2], x[2:].exp(), 3)
+        return (base**2).sum()
+
+    def native(x):
+        base = x * 1
+        base[:2].add_(x[2:].exp(), alpha=3)
+        return (base**2).sum()
+
+    torch.testing.assert_close(torch.func.grad(fn)(X), torch.func.grad(native)(X))
+    vmapped = torch.func.vmap(torch.func.grad(fn))(BATCH)
+    torch.testing.assert_close(vmapped, torch.func.vmap(torch.func.grad(native))(BATCH))
+
+
+def test_a_formula_is_the_gradient_under_grad():
+    def fn(x):
+        return (formula_head(x * 2, 2) ** 2).sum()
+
+    assert torch.func.grad(fn)(X).tolist() == [8, 16, 0, 0]
+    assert torch.func.jvp(lambda x: formula_head(x * 2, 2), (X,), (X,))[1].tolist() == [2, 4]
+
+    def written(x):
+        base = x * 1
+        formula_zero_(base)
+        return (base + x).sum()
+
+    assert torch.func.grad(written)(X).tolist() == [1] * 4
+
+
+def test_a_view_with_a_formula_may_not_be_written_in_a_transform():
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        torch.func.grad(edits_the_view(formula_head))(X)
+
+
+def test_a_body_that_hides_its_views_is_refused_rather_than_wrong():
+    with pytest.raises(ViewTrackError, match="hides its views from autograd"):
+        torch.func.grad(lambda x: hidden_head(x * 1, 2).sum())(X)
+    with pytest.raises(ViewTrackError, match="hides its views from autograd"):
+        torch.func.vmap(lambda x: hidden_head(x * 1, 2))(BATCH)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_a_raw_kernel_is_refused_rather_than_run_on_no_memory(transform):
+    def fn(x):
+        base = x * 1
+        raw_zero_(base)
+        return base.sum()
+
+    with pytest.raises(ViewTrackError, match=r"raw_zero_.*reads memory.*register_vmap"):
+        transform(fn)(BATCH if transform is torch.func.vmap else X)
+
+
+def test_a_batching_rule():
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), _raw_negate)
+    asked = []
+
+    @op.register_vmap
+    def rule(info, in_dims, x):
+        asked.append((info.batch_size, in_dims))
+        op(x)
+        return x, in_dims[0]
+
+    out = torch.func.vmap(lambda x: op(x * 1))(BATCH)
+    assert out.tolist() == (-BATCH).tolist()
+    assert asked == [(2, (0,))]
+
+
+def _raw_negate(x):
+    array = x.detach().numpy()
+    array *= -1
+    return x
+
+
+def test_a_formula_is_not_passed_by_where_the_body_is_batched():
+    op = library.view_op(fresh("(Tensor(a) x) -> Tensor(a)"), lambda x: x[:2])
+    op.register_autograd(lambda ctx, grad: torch.cat([grad * 100, grad * 0]))
+    assert torch.func.vmap(lambda x: op(x * 1))(BATCH).shape == (2, 2)
+    grads = torch.func.vmap(torch.func.grad(lambda x: op(x * 1).sum()))(BATCH)
+    assert grads.tolist() == [[100, 100, 0, 0]] * 2
+    with pytest.raises(ViewTrackError, match="register_vmap"):
+        torch.func.grad(lambda x: torch.func.vmap(op)(x * 1).sum())(BATCH)
