@@ -13,18 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _torch, _torch_kernels, collectives
-
-# ATen ops whose schema says nothing of it, and that can still return memory of their argument.
-UNDECLARED_ALIASES = frozenset(
-    {
-        "aten::_unsafe_view",
-        "aten::unsafe_chunk",
-        "aten::unsafe_split.Tensor",
-        "aten::unsafe_split_with_sizes",
-        "aten::native_dropout",
-        "aten::lift_fresh",
-    }
-)
+from .undeclared import UNDECLARED_ALIASES
 
 # Here the counters may be joined as well: nothing saves the argument of _unsafe_view, since its
 # callers hand it a fresh tensor. `unsafe_split` and its like keep them apart on purpose.

@@ -37,7 +37,7 @@ def _ops(options: argparse.Namespace) -> int:
 
 
 def _aliases(options: argparse.Namespace) -> int:
-    text = source(find_undeclared(known_calls(options.samples)))
+    text = source(find_undeclared(known_calls(samples=options.samples)))
     if options.write:
         MODULE.write_text(text)
     else:

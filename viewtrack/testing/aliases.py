@@ -76,13 +76,14 @@ def _directly(body: Callable[[], Any]) -> Any:
     return body()
 
 
-def known_calls(samples: int | None = None) -> Iterator[Call]:
+def known_calls(name_contains: str = "", samples: int | None = None) -> Iterator[Call]:
     """The calls that `undeclared.py` is made from.
 
     Args:
+        name_contains: take only entries of the database with this in their name.
         samples: how many samples of each op and dtype to take; all of them by default.
     """
-    for op in database():
+    for op in database(name_contains):
         yield from calls(op, samples)
     for fn in _BEYOND_THE_DATABASE:
         yield Call(fn, (torch.ones(2, 4, 4, 4),))
