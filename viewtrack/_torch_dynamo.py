@@ -6,6 +6,7 @@ included. Ours would be traced, and where they cannot be, break graphs and warn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,3 +30,29 @@ def skip_dynamo(function: F) -> F:
     else:
         _eval_frame.skip_code(code)
     return function
+
+
+def break_graph(function: F) -> F:
+    """Let dynamo break the graph at each call of a function, and run it as it is.
+
+    Traced instead, what it does to dispatch keys and modes would happen while fake tensors stand in
+    for the real ones. Relies on the attribute that ``torch.compiler.disable`` sets.
+    """
+    if not hasattr(_eval_frame, "set_code_exec_strategy"):
+        function = _switching_dynamo_off(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return skip_dynamo(function)
+
+
+def _switching_dynamo_off(function: F) -> F:
+    """Before 2.7 a skipped frame's callees are traced, unless dynamo is off while it runs."""
+
+    @functools.wraps(function)
+    def switched(*args: Any, **kwargs: Any) -> Any:
+        before = _eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(before)
+
+    return switched  # type: ignore[return-value]

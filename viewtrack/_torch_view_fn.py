@@ -5,6 +5,7 @@ Under the same rules as `_torch.py`; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.1
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,15 @@ def _replay(self: torch.Tensor, carrier: _Carrier, *_: Any) -> torch.Tensor:
 
 
 _libraries: list[torch.library.Library] = []
+_registering = threading.Lock()
 
 
 def _register_replay() -> None:
-    lib = torch.library.Library("aten", "IMPL")
-    lib.impl("_nested_view_from_buffer", _replay, CARRIER)
-    _libraries.append(lib)
+    with _registering:
+        if not _libraries:
+            lib = torch.library.Library("aten", "IMPL")
+            lib.impl("_nested_view_from_buffer", _replay, CARRIER)
+            _libraries.append(lib)
 
 
 def as_view_with_fn(
@@ -62,7 +66,7 @@ def as_view_with_fn(
 ) -> None:
     """Native ``as_view(base, t)`` with a Python view_fn, and without an Autograd kernel.
 
-    t gets no grad_fn. To have one made by `replay`, call this while base's counter is far away.
+    t gets no grad_fn; `take_history` gives it one.
     """
     if not _libraries:
         _register_replay()

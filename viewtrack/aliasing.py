@@ -92,7 +92,7 @@ def has_storage(t: torch.Tensor) -> bool:
     return True
 
 
-def _bytes_spanned(t: torch.Tensor) -> int:
+def _bytes_spanned(t: torch.Tensor) -> int | torch.SymInt:
     if t.numel() == 0:
         return 0
     last = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))

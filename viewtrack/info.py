@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from . import _torch
+from ._torch_dynamo import break_graph
 from .view import ViewFn, marks
 
 P = ParamSpec("P")
@@ -51,6 +52,7 @@ class ViewInfo:
     storage_nbytes: int
 
 
+@break_graph
 def view_info(t: torch.Tensor) -> ViewInfo | None:
     """Tell what `t` is a view of, natively or by `mark_as_view`.
 

@@ -30,6 +30,7 @@ from ._torch import (
     is_excluded,
     torch_function_modes,
 )
+from ._torch_dynamo import break_graph
 from ._torch_view_fn import as_view_with_fn
 from .aliasing import brief, dims, shares_or_unknown, shares_storage
 from .errors import AliasingError, AutogradMetadataError, ViewTrackError
@@ -63,6 +64,7 @@ class Mark:
 marks: Any = WeakTensorKeyDictionary()
 
 
+@break_graph
 def mark_as_view(
     t: torch.Tensor,
     base: torch.Tensor,
@@ -143,6 +145,7 @@ def mark_as_view(
     return t
 
 
+@break_graph
 def share_version(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Let `t` share `base`'s version counter and nothing else: a non-differentiable view.
 
