@@ -21,6 +21,7 @@ __all__ = [
     "MutatedTensorError",
     "MutationGuard",
     "TrackedTensor",
+    "TrackedTensor",
     "Tracker",
     "ViewInfo",
     "ViewTrackError",

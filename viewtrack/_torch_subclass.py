@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from ._torch import mode_stack_len
+from ._torch import key_set, mode_stack_len
 from ._torch_guard import no_torch_dispatch
 
 _C: Any = torch._C
@@ -31,6 +32,26 @@ point_storage: Callable[[torch.Tensor, torch.Tensor], None] = torch._functionali
 
 increment_version: Callable[[tuple[torch.Tensor, ...]], None] = _C._increment_version
 """Move version counters by one; `torch.autograd.graph.increment_version` looks at types first."""
+
+_BITS = key_set("Conjugate", "Negative", "ZeroTensor")
+_BITS_AND_VIEWS = _BITS | key_set("ADInplaceOrView")
+
+
+def as_below_autograd(inplace_or_view: bool) -> AbstractContextManager[None]:
+    """Dispatch inside as a native kernel does that an Autograd kernel has called.
+
+    A handler has the keys of conj and neg bits and of zero tensors excluded as well, so kernels
+    that conjugate something inside (``linalg_pinv``) read it as it lies in memory.
+
+    Args:
+        inplace_or_view: whether ADInplaceOrView kernels are to run too.
+    """
+    exclude = _C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[None] = _C._ForceDispatchKeyGuard(
+        _C._dispatch_tls_local_include_set(),
+        exclude - (_BITS_AND_VIEWS if inplace_or_view else _BITS),
+    )
+    return guard
 
 
 def set_conj_and_neg(t: torch.Tensor, like: torch.Tensor) -> None:

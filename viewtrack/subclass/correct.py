@@ -13,19 +13,26 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_subclass
+from .. import _torch_subclass
 from ..aliasing import shares_or_unknown
 from ..errors import AliasingError, ViewTrackError
 from ..plan import Argument, Output, Plan, plan_of
 from ..site import caller
 from . import kinds
-from .counters import count_inner_write, counted_natively, increment, share_inner_counters
-from .kinds import is_wrapper, kind_of, parts_of
-from .mend import fresh_alias, needs_mending, normal_alias
+from .counters import (
+    RESIZES,
+    count_inner_write,
+    counted_above,
+    counted_natively,
+    increment,
+    share_inner_counters,
+)
+from .kinds import is_wrapper, kind_of, parts_of, shares_counters
+from .mend import fresh_alias, is_any, needs_mending, normal_alias
 
 Step = Callable[[Plan, Any, Any, Any, Any], Any]
 
-_kinds, _flattens = kinds.known, kinds.quiet_wrappers
+_kinds, _shares = kinds.known, kinds.quiet_wrappers
 _point_storage = _torch_subclass.point_storage
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _is_torch_function_enabled = _torch_subclass.is_torch_function_enabled
@@ -95,6 +102,14 @@ def _looked_at(plan: Plan, args: Any, out: Any) -> Any:
 
 
 def _untouched(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Ops of which nothing is known beforehand; their outputs may lie in their arguments."""
+    wrappers = [t for a in plan.arguments for t in a.tensors(args, kwargs) if is_wrapper(t)]
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    for t in outs if wrappers else ():
+        if is_wrapper(t) and kind_of(type(t)).flattens and not is_any(t, wrappers):
+            base = next((w for w in wrappers if type(w) is type(t) and _inner_alias(t, w)), None)
+            if base is not None:
+                _point_storage(t, base)
     return out
 
 
@@ -114,7 +129,7 @@ def _view_of_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> A
     cls = type(out)
     try:
         base = args[0]
-        flattens = _flattens[cls]
+        shares = _shares[cls]
     except (IndexError, KeyError):
         return _view(plan, func, args, kwargs, out)
     if (
@@ -126,7 +141,7 @@ def _view_of_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> A
     ):
         return _view(plan, func, args, kwargs, out)
     _point_storage(out, base)
-    if flattens and not counted_natively():
+    if shares and not counted_natively():
         share_inner_counters(out, base)
     return out
 
@@ -166,7 +181,7 @@ def _corrected_view(plan: Plan, output: Output, bases: list[Any], args: Any, t: 
             raise AliasingError(_not_shared(plan, output))
     elif t.device == base.device:
         _point_storage(t, base)
-        if type(t) is type(base) and kind_of(type(t)).flattens and not counted_natively():
+        if type(t) is type(base) and shares_counters(type(t)) and not counted_natively():
             share_inner_counters(t, base)
     return t
 
@@ -209,21 +224,32 @@ def _write_to_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> 
 
 
 def _write(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    written = [t for a in plan.writes for t in a.tensors(args, kwargs) if is_wrapper(t)]
-    if written:
-        if plan.changes_metadata:
-            _change_metadata(func, args, kwargs, out, written[0])
-        if plan.has_native_kernel or plan.is_composite:
-            for t in written if plan.has_native_kernel else ():
-                count_inner_write(t)
-        elif _moves_counters(plan):
-            for t in written:
-                count_inner_write(t)
-                increment(t)
+    written = _wrappers(plan.writes, args, kwargs)
+    if written and plan.changes_metadata:
+        size = written[0].size()
+        _change_metadata(func, args, kwargs, written[0])
+        if plan.qualified in RESIZES and written[0].size() == size:
+            return written[0]
+    _count(plan, args, kwargs)
     if not plan.written and not plan.views:
         return out
     outs = _outputs(plan, out)
     return _with_arguments(plan, args, kwargs, outs)
+
+
+def _count(plan: Plan, args: Any, kwargs: Any) -> None:
+    """Move the counters of written wrappers' inner tensors, and their own where no kernel will."""
+    for t in _wrappers(counted_above(plan), args, kwargs):
+        count_inner_write(t)
+    if not plan.has_native_kernel and _moves_counters(plan):
+        for t in _wrappers(plan.writes, args, kwargs):
+            count_inner_write(t)
+            if not kind_of(type(t)).counts_itself:
+                increment(t)
+
+
+def _wrappers(arguments: tuple[Argument, ...], args: Any, kwargs: Any) -> list[Any]:
+    return [t for a in arguments for t in a.tensors(args, kwargs) if is_wrapper(t)]
 
 
 def _moves_counters(plan: Plan) -> bool:
@@ -232,7 +258,8 @@ def _moves_counters(plan: Plan) -> bool:
     Foreach and custom ops do, by the ops that they are made of. Fused optimizers do not, nor does
     batch norm for its running statistics, which it saves.
     """
-    return not plan.is_aten or plan.qualified.startswith("aten::_foreach_")
+    foreign = not (plan.is_aten or plan.is_composite)
+    return foreign or plan.qualified.startswith("aten::_foreach_")
 
 
 def _with_arguments(plan: Plan, args: Any, kwargs: Any, outs: Any) -> Any:
@@ -266,7 +293,7 @@ _RESIZE = torch.ops.aten.resize_.default
 _AS_STRIDED = torch.ops.aten.as_strided_.default
 
 
-def _change_metadata(func: Any, args: Any, kwargs: Any, out: Any, t: Any) -> None:
+def _change_metadata(func: Any, args: Any, kwargs: Any, t: Any) -> None:
     """Do to the wrapper's sizes, strides and storage what the op did to the inner tensor's."""
     if _torch_subclass.asks_handler_for_sizes(t):
         return

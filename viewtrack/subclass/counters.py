@@ -11,8 +11,25 @@ from typing import Any
 import torch
 
 from .. import _torch, _torch_subclass
+from ..plan import Argument, Plan
 from ..tracking import TrackingMode
 from .kinds import kind_of, likely_parts_of, parts_of
+
+RESIZES = frozenset({"aten::resize_", "aten::resize_as_"})
+"""Ops that native kernels count only if they changed the sizes."""
+
+
+def counted_above(plan: Plan) -> tuple[Argument, ...]:
+    """The arguments whose counters the op's ADInplaceOrView kernel moves.
+
+    Kernels of ATen move those that they return, so not the running statistics of a batch norm with
+    out=. Those that `torch.library` makes move all that the schema declares.
+    """
+    if plan.is_composite or not plan.has_native_kernel:
+        return ()
+    if plan.is_aten:
+        return tuple(output.arguments[0] for output in plan.written)
+    return plan.writes
 
 
 def counted_natively() -> bool:
@@ -38,9 +55,9 @@ _increment_version = _torch_subclass.increment_version
 
 def count_inner_write(t: torch.Tensor) -> None:
     """Move the counters of the inner tensors of a wrapper that an op has written."""
-    if counted_natively():
-        return
     kind = kind_of(type(t))
+    if kind.counts_itself or counted_natively():
+        return
     if kind.flattens:
         for _, part in parts_of(t):
             increment(part)

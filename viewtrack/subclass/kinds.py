@@ -23,18 +23,20 @@ class Kind:
         is_wrapper: whether it has a ``__torch_dispatch__`` of its own.
         is_quiet: whether its ``__torch_function__`` is never asked.
         flattens: whether it tells its inner tensors by ``__tensor_flatten__``.
+        counts_itself: whether its own handler keeps the counters, as that of TrackedTensor does.
     """
 
     is_wrapper: bool
     is_quiet: bool
     flattens: bool
+    counts_itself: bool
 
 
 known: dict[type, Kind] = {}
 """Each class that was looked at."""
 
 quiet_wrappers: dict[type, bool] = {}
-"""Of the quiet wrappers among them, whether they flatten."""
+"""Of the quiet wrappers among them, whether views are to share their inner counters."""
 
 
 def kind_of(cls: type) -> Kind:
@@ -43,7 +45,7 @@ def kind_of(cls: type) -> Kind:
     if kind is None:
         kind = known[cls] = _look_at(cls)
         if kind.is_wrapper and kind.is_quiet:
-            quiet_wrappers[cls] = kind.flattens
+            quiet_wrappers[cls] = shares_counters(cls)
     return kind
 
 
@@ -55,7 +57,14 @@ def _look_at(cls: Any) -> Kind:
         is_quiet=cls in (torch.Tensor, torch.nn.Parameter)
         or function is _torch_subclass.no_torch_function_impl,
         flattens=is_wrapper and hasattr(cls, "__tensor_flatten__"),
+        counts_itself=getattr(cls, "counts_itself", False),
     )
+
+
+def shares_counters(cls: type) -> bool:
+    """Whether the inner tensors of views are to be given the counters of those of the base."""
+    kind = kind_of(cls)
+    return kind.flattens and not kind.counts_itself
 
 
 def is_wrapper(t: Any) -> bool:

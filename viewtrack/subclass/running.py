@@ -1,0 +1,78 @@
+"""How `TrackedTensor` runs an op on its inner tensor, so that counters of both agree.
+
+A handler runs with ADInplaceOrView excluded. What happens to the inner tensor's counter therefore
+depends on the op, in the way of `tracking.py`:
+
+* views and composite ops run with ADInplaceOrView on, so inner views share inner counters;
+* a write that the kernel above the wrapper counts runs as it is, and the inner counter is moved by
+  one: running it with ADInplaceOrView on would count a plain argument twice;
+* any other write runs with ADInplaceOrView on, and the wrapper's counter is moved as far as the
+  inner one moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import _torch_subclass
+from .._torch import OpOverload
+from ..info import version
+from ..plan import Argument, plan_of
+from .counters import RESIZES, counted_above, increment
+from .kinds import kind_of, parts_of
+
+
+def run_counted(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+    """Call ``run(func, args, kwargs)``, and keep the counters of wrappers and inner tensors."""
+    if not isinstance(func, OpOverload):  # a higher-order operator
+        return run(func, args, kwargs)
+    plan = plan_of(func)
+    if not plan.writes:
+        with _torch_subclass.as_below_autograd(bool(plan.views) or plan.is_composite):
+            return run(func, args, kwargs)
+    counted = counted_above(plan)
+    rest = tuple(a for a in plan.writes if a not in counted)
+    above, below = _wrappers(counted, args, kwargs), _wrappers(rest, args, kwargs)
+    before = {id(t): (version(t), _versions(t)) for t in above + below}
+    with _torch_subclass.as_below_autograd(not counted):
+        out = run(func, args, kwargs)
+    for t in above:
+        if not (plan.qualified in RESIZES and t.size() == t.unwrap().size()):
+            _move_parts(t, before[id(t)][1])
+    for t in below:
+        if version(t) == before[id(t)][0]:
+            _move_wrapper(t, before[id(t)][1])
+    return out
+
+
+def _wrappers(arguments: tuple[Argument, ...], args: Any, kwargs: Any) -> list[Any]:
+    written = [t for a in arguments for t in a.tensors(args, kwargs)]
+    return [t for t in written if kind_of(type(t)).counts_itself and not _is_traced(t)]
+
+
+def _is_traced(t: Any) -> bool:
+    """Whether a compiler is looking: it functionalizes writes, and wants no counters."""
+    return any(_torch_subclass.asks_handler_for_sizes(part) for _, part in parts_of(t))
+
+
+def _versions(t: Any) -> list[int | None]:
+    return [version(part) for _, part in parts_of(t)]
+
+
+def _move_parts(t: Any, before: list[int | None]) -> None:
+    """Move the counters of inner tensors that nobody has moved."""
+    for (_, part), was in zip(parts_of(t), before, strict=True):
+        if version(part) == was:
+            increment(part)
+
+
+def _move_wrapper(t: Any, before: list[int | None]) -> None:
+    """Move the wrapper's counter as far as that of its inner tensor went."""
+    moves = [
+        now - was
+        for now, was in zip(_versions(t), before, strict=True)
+        if now is not None and was is not None
+    ]
+    for _ in range(max(moves, default=0)):
+        increment(t)
