@@ -23,6 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from viewtrack import MutatedTensorError, track
+from viewtrack._torch_guard import POLICY_IN_FORWARD_ONLY
 from viewtrack.checkpoint import create_selective_checkpoint_contexts as ours
 
 stock = torch_checkpoint.create_selective_checkpoint_contexts
@@ -188,7 +189,8 @@ BODIES = [
     backward_twice,
     other_ops_in_recompute,
     other_shapes_in_recompute,
-    raises_in_forward,
+    # Before 2.13 torch leaves the forward's context entered, until the garbage collector comes by.
+    *([raises_in_forward] if POLICY_IN_FORWARD_ONLY else []),
     packet,
     no_op,
     no_policy,

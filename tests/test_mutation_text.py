@@ -1,0 +1,208 @@
+"""The text of the error, for each kind of write."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+from viewtrack import MutatedTensorError, MutationGuard, track
+from viewtrack.checkpoint import create_selective_checkpoint_contexts, guard
+
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+
+
+def text_of(region, contexts=create_selective_checkpoint_contexts, between=None, **options):
+    """The error's text, with lines counted from the start of the region."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    kept = []
+    loss = checkpoint(
+        lambda x, w: region(x, w, kept) if between else region(x, w),
+        x,
+        w,
+        use_reentrant=False,
+        context_fn=functools.partial(contexts, MATMULS, **options),
+    )
+    if between:
+        between(kept[0])
+    with pytest.raises(MutatedTensorError) as caught:
+        loss.backward()
+    return normal(str(caught.value), region)
+
+
+def normal(text, function):
+    first = function.__code__.co_firstlineno
+
+    def place(match):
+        return f"test.py:+{int(match[1]) - first}"
+
+    text = re.sub(re.escape(__file__) + r":(\d+)", place, text)
+    return re.sub(r"on line (\d+)", lambda m: f"on line +{int(m[1]) - first}", text)
+
+
+def test_in_place_through_an_unsafe_view():
+    def region(x, w):
+        h = x @ w
+        h.mul_(2)
+        return h.sin().sum()
+
+    assert_expected_inline(text_of(region), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[6, 3]          test.py:+1 in region:  h = x @ w
+  written   aten.mul_.Tensor(self)                test.py:+2 in region:  h.mul_(2)
+            through aten._unsafe_view.default, version 0 -> 1, thread MainThread
+  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""")
+
+
+def test_all_sites_in_one_report():
+    def region(x, w):
+        h = x[0] @ w
+        F.relu(h, inplace=True)
+        g = x @ w
+        g[0].masked_fill_(w > 0, 0.0)
+        torch._foreach_add_([g], 1.0)
+        return h.sum() + g.sin().sum()
+
+    assert_expected_inline(text_of(region), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   aten.relu_.default(self)              test.py:+2 in region:  F.relu(h, inplace=True)
+            version 0 -> 1, thread MainThread, idempotent
+  saved     aten.mm.default -> f32[6, 3]          test.py:+3 in region:  g = x @ w
+  written   aten.masked_fill_.Scalar(self)        test.py:+4 in region:  g[0].masked_fill_(w > 0, 0.0)
+            through aten.select.int, version 0 -> 1, thread MainThread, idempotent
+  written   aten._foreach_add_.Scalar(self)       test.py:+5 in region:  torch._foreach_add_([g], 1.0)
+            through aten._unsafe_view.default, version 1 -> 2, thread MainThread
+  mend      use the out-of-place op on line +2, or add 'aten.relu_' to allow=
+            use the out-of-place op on line +4, or add 'aten.masked_fill_' to allow=
+            use the out-of-place op on line +5, or add 'aten._foreach_add_' to allow=""")
+
+
+def test_out_variant():
+    def region(x, w):
+        h = x[0] @ w
+        with torch.no_grad():
+            torch.add(w, 1, out=h)
+        return h.sin().sum()
+
+    assert_expected_inline(text_of(region), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   aten.add.out(out)                     test.py:+3 in region:  torch.add(w, 1, out=h)
+            version 0 -> 1, thread MainThread
+  mend      write to a copy on line +3, or add 'aten.add' to allow=""")
+
+
+def test_bytes_alone():
+    def region(x, w):
+        h = x[0] @ w
+        h.detach().numpy()[:] = 0
+        return h.sin().sum()
+
+    assert_expected_inline(text_of(region, check="content"), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   its bytes changed, and no op that PyTorch saw wrote them
+  mend      look for numpy, a raw pointer or a kernel that does not declare what it mutates""")
+
+
+def test_between_forward_and_backward_where_no_mode_is():
+    def region(x, w, kept):
+        h = x[0] @ w
+        kept.append(h)
+        return h.sin().sum()
+
+    def write(h):
+        h.detach().zero_()
+
+    assert_expected_inline(text_of(region, between=write), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   by an op that no mode saw, version 0 -> 1
+  mend      run it under viewtrack.track(), in every thread, to learn the line""")
+
+
+def test_between_forward_and_backward_under_track():
+    def region(x, w, kept):
+        h = x[0] @ w
+        kept.append(h)
+        return h.sin().sum()
+
+    def write(h):
+        with track():
+            h.detach().zero_()
+
+    assert_expected_inline(text_of(region, between=write), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   aten.zero_.default(self)              test.py:+7 in write:  h.detach().zero_()
+            version 0 -> 1, thread MainThread, idempotent
+  mend      use the out-of-place op on line +7, or add 'aten.zero_' to allow=""")
+
+
+def test_a_foreign_pair_whose_own_check_fires():
+    def region(x, w):
+        h = x[0] @ w
+        h.mul_(2)
+        return h.sin().sum()
+
+    def foreign(ops):
+        return guard(lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(ops))()
+
+    assert_expected_inline(text_of(region, foreign), """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   aten.mul_.Tensor(self)                test.py:+2 in region:  h.mul_(2)
+            version 0 -> 1, thread MainThread
+  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""")
+
+
+def test_what_a_region_starts_from():
+    class Gate(torch.nn.Module):
+        load = None
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x, w):
+            s = x[0] @ w
+            self.load = s.detach().sum(0)
+            self.seen += 1
+            return s.sin().sum()
+
+    gate = Gate()
+    text = text_of(lambda x, w: gate(x, w), check_inputs=True)
+    text = re.sub(r"\+-?\d+", "+N", text)
+    assert_expected_inline(text, """\
+what a checkpointed region starts from has been mutated before it was reused
+  changed   `Gate.load` was None when the forward began and is f32[3] now
+  saved     Gate.seen -> f32[3]                   test.py:+N in forward:  self.seen += 1
+  written   aten.add_.Tensor(self)                test.py:+N in forward:  self.seen += 1
+            version 0 -> 1, thread MainThread
+  mend      use the out-of-place op on line +N, or add 'aten.add_' to allow=""")
+
+
+def test_a_guarded_tensor_and_many_writes():
+    def body():
+        t = torch.ones(2, 2, dtype=torch.bfloat16)
+        with MutationGuard() as guard:
+            guard.save(t, "the table")
+            for _ in range(34):
+                t.data.t()[0].add_(1)
+
+    with pytest.raises(MutatedTensorError) as caught:
+        body()
+    lines = normal(str(caught.value), body).splitlines()
+    assert_expected_inline("\n".join([*lines[:4], "...", *lines[-2:]]), """\
+a guarded tensor has been mutated before it was reused
+  saved     the table -> bf16[2, 2]               test.py:+3 in body:  guard.save(t, "the table")
+  written   aten.add_.Tensor(self)                test.py:+5 in body:  t.data.t()[0].add_(1)
+            version 0 -> 1, thread MainThread
+...
+            and 2 more writes
+  mend      use the out-of-place op on line +5, or add 'aten.add_' to allow=""")
