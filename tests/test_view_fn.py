@@ -353,6 +353,23 @@ def test_exception_of_view_fn_comes_through():
     assert base._version == 1
 
 
+@anywhere
+def test_exception_of_view_fn_while_marking_leaves_all_untouched(where):
+    def refuse(base):
+        raise KeyError("no such view")
+
+    _leaf, base = new_base()
+    alias, grad_fn = bare_alias(base, second_row), base.grad_fn
+    with pytest.raises(KeyError, match="no such view"):
+        where(lambda: vt.mark_as_view(alias, base, view_fn=refuse))
+    assert vt.view_info(alias) is None
+    assert not alias.requires_grad
+    assert (base._version, base.grad_fn, alias._version) == (0, grad_fn, 0)
+    torch.autograd.graph.increment_version(base)
+    assert alias._version == 0
+    assert vt.mark_as_view(alias, base, view_fn=second_row)._base is base
+
+
 def test_view_fn_must_be_callable():
     base = torch.zeros(2, 3)
     with pytest.raises(TypeError, match="view_fn"):
