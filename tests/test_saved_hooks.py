@@ -94,6 +94,7 @@ def test_what_is_no_hazard(hooks, write):
 def test_a_write_beside_what_was_saved():
     def run():
         w, x = torch.ones(2, requires_grad=True), torch.ones(4)
+        x.mul_(2)  # before it was saved
         with saved_tensors_hooks(pack, unpack):
             y = w * x[:2]
         x[2:].zero_()

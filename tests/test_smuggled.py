@@ -185,6 +185,27 @@ def test_a_write_in_another_modes_handler():
     assert hazard.writes[0].lineno == marked_line("in a handler")
 
 
+def test_an_input_that_was_kept_is_known_by_the_op_that_made_it():
+    class KeepInput(Keep):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is aten.sin.default:
+                self.kept.append(args[0].detach())
+            return func(*args, **(kwargs or {}))
+
+    def run():
+        keep = KeepInput(detached)
+        with keep:
+            out = product()
+            out.sin()
+        mul(out)
+        with HandOut(keep):
+            product()
+
+    [hazard] = hazards(run)
+    assert (hazard.op, hazard.keeper) == ("aten.mm.default", "KeepInput")
+    assert hazard.saved.lineno == marked_line("the product")
+
+
 def test_the_writes_since_it_was_kept_and_no_others():
     def run():
         keep = Keep(detached)
@@ -365,6 +386,47 @@ def test_a_handler_that_decomposes():
     assert hazards(run) == []
 
 
+def test_a_handler_that_reads_what_it_kept_of_another_op():
+    class Scale(TorchDispatchMode):
+        """Answers `neg` with a product by the weight that it saw transposed."""
+
+        weight = None
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is aten.t.default:
+                self.weight = args[0].detach()
+            if func is aten.neg.default:
+                return args[0] * self.weight
+            return func(*args, **(kwargs or {}))
+
+    def run():
+        weight = torch.ones(4, 4)
+        with Scale():
+            weight.t()
+            for _ in range(2):
+                X.neg()
+                weight.add_(1)
+
+    assert hazards(run) == []
+
+
+def test_a_handler_that_decomposes_above_one_that_writes():
+    class Double(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return args[0] * 2 if func is aten.neg.default else func(*args, **(kwargs or {}))
+
+    class Clamp(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out.clamp_(max=1) if func is aten.mul.Tensor else out
+
+    def run():
+        with Clamp(), Double():
+            X.neg()
+
+    assert hazards(run) == []
+
+
 def test_a_program_with_inplace_ops_and_no_mode():
     def run():
         layer = torch.nn.Linear(4, 4)
@@ -452,6 +514,25 @@ def test_an_error_that_has_nothing_to_do_with_it():
         with pytest.raises(RuntimeError, match="no sine"):
             out.sin()
     assert recorder.report("test").hazards == ()
+
+
+def test_an_error_after_the_op_was_run():
+    class Verify(HandOut):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is MM:
+                kept = self.keep.kept.popleft()
+                raise ArithmeticError(f"not what it was: {kept.shape}")
+            return out
+
+    def run():
+        keep = Keep(detached)
+        with keep:
+            mul(product())
+        with Verify(keep), pytest.raises(ArithmeticError):
+            product()
+
+    assert hazards(run) == []
 
 
 # ------------------------------------------------------------------------------ what stays behind
