@@ -45,7 +45,8 @@ def tracked(target: T) -> T:
     acceptable to the native kernel above it, and a write that it passes on is counted once.
 
     A view that the handler returns is exchanged for an alias of it, so what the handler keeps and
-    what the caller gets are two objects then.
+    what the caller gets are two objects then. The counter of a new tensor need not begin at 0: many
+    ops write their results in place, which autograd hides from itself and not from a handler.
 
     Args:
         target: a ``TorchDispatchMode`` class, a tensor subclass with a ``__torch_dispatch__`` (both
