@@ -63,8 +63,8 @@ def test_all_sites_in_one_report():
         h = x[0] @ w
         F.relu(h, inplace=True)
         g = x @ w
-        g[0].masked_fill_(w > 0, 0.0)
-        torch._foreach_add_([g], 1.0)
+        g[0].masked_fill_(w > 0, 0)
+        torch._foreach_add_([g], 1)
         return h.sum() + g.sin().sum()
 
     assert_expected_inline(text_of(region), """\
@@ -73,9 +73,9 @@ a tensor cached by selective checkpointing has been mutated before it was reused
   written   aten.relu_.default(self)              test.py:+2 in region:  F.relu(h, inplace=True)
             version 0 -> 1, thread MainThread, idempotent
   saved     aten.mm.default -> f32[6, 3]          test.py:+3 in region:  g = x @ w
-  written   aten.masked_fill_.Scalar(self)        test.py:+4 in region:  g[0].masked_fill_(w > 0, 0.0)
+  written   aten.masked_fill_.Scalar(self)        test.py:+4 in region:  g[0].masked_fill_(w > 0, 0)
             through aten.select.int, version 0 -> 1, thread MainThread, idempotent
-  written   aten._foreach_add_.Scalar(self)       test.py:+5 in region:  torch._foreach_add_([g], 1.0)
+  written   aten._foreach_add_.Scalar(self)       test.py:+5 in region:  torch._foreach_add_([g], 1)
             through aten._unsafe_view.default, version 1 -> 2, thread MainThread
   mend      use the out-of-place op on line +2, or add 'aten.relu_' to allow=
             use the out-of-place op on line +4, or add 'aten.masked_fill_' to allow=

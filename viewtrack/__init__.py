@@ -5,6 +5,7 @@ from ._torch import CreationMeta
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
 from .explain import explain
 from .guard import MutationGuard, protect
+from .guard_saved import guard_saved_tensors
 from .handler import tracked
 from .info import ViewInfo, version, view_info, with_tracking
 from .ledger import storage_version
@@ -21,13 +22,13 @@ __all__ = [
     "MutatedTensorError",
     "MutationGuard",
     "TrackedTensor",
-    "TrackedTensor",
     "Tracker",
     "ViewInfo",
     "ViewTrackError",
     "checkpoint",
     "correct_aliasing",
     "explain",
+    "guard_saved_tensors",
     "library",
     "mark_as_view",
     "protect",

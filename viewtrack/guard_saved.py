@@ -1,0 +1,167 @@
+"""`guard_saved_tensors`: the guard over everything that autograd saves.
+
+Autograd compares version counters when it unpacks a tensor that it saved itself, and says only that
+something was modified. With saved-tensor hooks (offloading, checkpointing) it takes whatever the
+unpack hook returns, and there is no check at all. So the guard is a pair of hooks itself: it lays a
+watch on what is saved, which keeps nothing alive, and looks at it when it is unpacked. Other hooks
+go on working, those that are there already and those that are entered inside. What they return
+counts only if it lies in the memory that was saved: a copy on another device cannot be overwritten.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from . import _torch_guard
+from .mode import track
+from .mutation_text import Mutation, mutation_error
+from .site import place_of, user_frame
+from .watch import is_allowed, parts
+from .weak_watch import WeakWatch, is_watchable
+
+_SUBJECT = "a tensor that autograd saved for backward"
+_ALLOW = "add '{op}' to allow="
+_hooks: Any = torch.autograd.graph.saved_tensors_hooks
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+@contextmanager
+def guard_saved_tensors(
+    *,
+    check: Literal["storage", "content"] = "storage",
+    allow: Mapping[Any, str] | Iterable[Any] | None = None,
+) -> Iterator[None]:
+    """Guard what autograd saves inside, until backward uses it.
+
+    Where stock torch raises that a saved tensor was modified, this names the line that did it; and
+    it goes on where stock torch stops looking: ``.data``, memory that saved-tensor hooks keep, and
+    at the content level numpy and raw pointers. Backward may run inside or after; a write that
+    happens outside is told without its line, unless it is under `track`.
+
+    A tensor whose memory is emptied and filled again with the same values (sharded parameters that
+    are gathered anew) was written as far as ``"storage"`` can see: use ``"content"`` there.
+
+    Args:
+        check: ``"storage"``: a write that reached the saved bytes counts. ``"content"``: changed
+            bytes count, and writes of equal bytes do not.
+        allow: ops whose writes are right, with or without overload, ``{"aten.relu_": "why"}``.
+
+    Raises:
+        MutatedTensorError: in backward, or wherever else a saved tensor is unpacked.
+        ValueError: `check` has none of its values.
+    """
+    if check not in ("storage", "content"):
+        raise ValueError(f"`check` must be 'storage' or 'content', got {check!r}")
+    guard = _SavedTensors(check == "content", frozenset(map(str, allow or ())))
+    with ExitStack() as stack:
+        stack.enter_context(track(record="none"))
+        outer = _torch_guard.top_saved_tensors_hooks() or (_identity, _identity)
+        stack.enter_context(_hooks(*guard.wrap(*outer)))
+        stack.enter_context(_wrap_inner(guard))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What a pack hook returned, and the watches on the tensor that it was given."""
+
+    value: Any
+    watches: tuple[WeakWatch, ...]
+
+
+class _SavedTensors:
+    def __init__(self, content: bool, allowed: frozenset[str]) -> None:
+        self._content = content
+        self._allowed = allowed
+        self._thread = threading.get_ident()
+
+    def is_mine(self) -> bool:
+        """Whether hooks that are entered now are entered inside of the guard."""
+        return threading.get_ident() == self._thread
+
+    def wrap(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        """The same hooks, guarded."""
+
+        def unpack_checking(packed: _Packed) -> torch.Tensor:
+            t = unpack(packed.value)
+            self._check(t, packed.watches)
+            return t
+
+        return _PackWatching(pack, unpack, self._content), unpack_checking
+
+    def _check(self, t: Any, watches: Iterable[WeakWatch]) -> None:
+        unpacked = list(parts(t))
+        for weak in watches:
+            for part in unpacked:
+                if is_watchable(part) and weak.is_on(part):
+                    found, more = weak.watch.writes(part)
+                    writes = [write for write in found if not is_allowed(write, self._allowed)]
+                    if writes:
+                        mutation = Mutation(weak.watch, writes, more)
+                        raise mutation_error(_SUBJECT, [mutation], _ALLOW)
+
+
+class _PackWatching:
+    """A pack hook that watches what it is given.
+
+    It tells torch what hooks of the user's are behind it, in the way of checkpoint's own hooks from
+    2.14 on, so that they are found where selective checkpointing looks for them.
+    """
+
+    _checkpoint_internal = True
+
+    def __init__(self, pack: Pack, unpack: Unpack, content: bool) -> None:
+        self._pack = pack
+        self._unpack = unpack
+        self._content = content
+
+    @property
+    def _user_hooks(self) -> tuple[Pack, Unpack] | None:
+        if getattr(self._pack, "_checkpoint_internal", False):
+            return getattr(self._pack, "_user_hooks", None)
+        return None if self._pack is _identity else (self._pack, self._unpack)
+
+    def __call__(self, t: torch.Tensor) -> _Packed:
+        place = place_of(user_frame(sys._getframe(1)))
+        value = self._pack(t)  # what the hook does to the tensor is its own affair
+        watches = tuple(
+            WeakWatch(part, "a tensor", place, content=self._content)
+            for part in parts(t)
+            if is_watchable(part)
+        )
+        return _Packed(value, watches)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+@contextmanager
+def _wrap_inner(guard: _SavedTensors) -> Iterator[None]:
+    """Guard the hooks that are entered inside too: only the innermost pair is ever called."""
+    enter = _hooks.__enter__
+
+    def enter_guarded(hooks: Any) -> Any:
+        own = hooks.pack_hook, hooks.unpack_hook
+        # A GraphModule is for the compiler to read.
+        if guard.is_mine() and not isinstance(own[0], torch.nn.Module):
+            hooks.pack_hook, hooks.unpack_hook = guard.wrap(*own)
+        try:
+            return enter(hooks)
+        finally:
+            hooks.pack_hook, hooks.unpack_hook = own
+
+    _hooks.__enter__ = enter_guarded
+    try:
+        yield
+    finally:
+        _hooks.__enter__ = enter
