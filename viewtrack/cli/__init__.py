@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import report, run
+from . import check, report, run
 
-COMMANDS = (run, report)
+COMMANDS = (run, report, check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

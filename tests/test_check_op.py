@@ -1,0 +1,247 @@
+"""`check_op`, and `python -m viewtrack check`: each fault is planted, and found with its place."""
+
+import ctypes
+import sys
+
+import pytest
+import torch
+from library_ops import HEADS, RAW, axpy_, fresh, memset
+
+from viewtrack import ViewTrackError, cli, library
+from viewtrack.testing import check_op
+from viewtrack.testing.copies import Bytes, copied, share_memory
+from viewtrack.testing.op_inputs import SHAPES, inputs_for
+
+_lib = torch.library.Library("vtcheck", "DEF")
+
+
+def defined(schema, body, key="CPU"):
+    """An op without any kernel of ours."""
+    _lib.define(schema)
+    name = schema.split("(")[0]
+    _lib.impl(name, body, key)
+    return getattr(torch.ops.vtcheck, name).default
+
+
+def _raw_zero(x):
+    memset(x)
+
+
+def _numpy_alias(x):
+    return torch.from_numpy(x.detach().numpy())
+
+
+def _two(x):
+    y = x * 2
+    return y, y.view(-1)
+
+
+def _raw_zero_and_return(x):
+    memset(x)
+    return x
+
+
+FAULTS = {
+    "undeclared raw write": (
+        defined("peek(Tensor x) -> ()", _raw_zero), ("undeclared write", "x", None)),
+    "undeclared write": (
+        defined("add(Tensor x) -> Tensor", lambda x: x.add_(1).clone()),
+        ("undeclared write", "x", None)),
+    "undeclared alias": (
+        defined("flat(Tensor x) -> Tensor", lambda x: x.view(-1)), ("undeclared alias", "x", 0)),
+    "undeclared alias by numpy": (
+        defined("array(Tensor x) -> Tensor", _numpy_alias), ("undeclared alias", "x", 0)),
+    "a copy": (
+        defined("copy(Tensor(a) x) -> Tensor(a)", lambda x: x.clone()), ("no view", "x", 0)),
+    "a view that autograd does not know": (
+        defined("head(Tensor(a) x) -> Tensor(a)", lambda x: x[:1]), ("unmarked view", "x", 0)),
+    "outputs that alias": (
+        defined("two(Tensor x) -> (Tensor, Tensor)", _two), ("outputs alias", None, 1)),
+    "a raw write that nobody counts": (
+        defined("zero_(Tensor(a!) x) -> Tensor(a!)", _raw_zero_and_return),
+        ("missing bump", "x", None)),
+    "another tensor in the place of self": (
+        defined("out(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1).clone()),
+        ("missing return", "x", 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found_and_placed(op, fault):
+    x = torch.arange(1.0, 5)
+    line = sys._getframe().f_lineno + 1
+    findings = check_op(op, (x,))
+    assert fault in [(f.kind, f.argument, f.output) for f in findings]
+    finding = next(f for f in findings if f.kind == fault[0])
+    assert (finding.op, finding.input, finding.site.lineno) == (op.name(), 0, line)
+    said = str(finding)
+    assert f"`{op.name()}`" in said
+    assert f"{__file__}:{line}" in said
+    if fault[1]:
+        assert f"`{fault[1]}`" in said
+    if fault[2] is not None:
+        assert f"output {fault[2]}" in said
+    assert x.tolist() == [1, 2, 3, 4]
+
+
+def test_a_bump_that_is_lost_under_a_mode_only():
+    op = defined("inner_(Tensor(a!) x) -> ()", lambda x: x.add_(1) and None, _EXPLICIT)
+    (finding,) = check_op(op, (torch.ones(()),))
+    assert finding.kind == "missing bump"
+    assert "under a dispatch mode" in finding.message
+
+
+_EXPLICIT = "CompositeExplicitAutograd"
+
+
+def test_an_op_that_aliases_for_some_inputs_only():
+    op = defined("dense(Tensor x) -> Tensor", lambda x: x.contiguous())
+    strided = torch.ones(2, 3).t()
+    assert check_op(op, (strided,)) == []
+    (finding,) = check_op(op, (strided,), (torch.ones(2, 3),))
+    assert (finding.kind, finding.input) == ("undeclared alias", 1)
+
+
+def test_the_custom_op_of_case_29():
+    @torch.library.custom_op("vtlib::clears", mutates_args=())
+    def clears(x: torch.Tensor) -> None:
+        ctypes.memset(x.data_ptr(), 0, x.numel() * 4)
+
+    (finding,) = check_op(clears, (torch.ones(2),))
+    assert finding.kind == "undeclared write"
+    assert "`vtlib::clears` changed argument `x`" in str(finding)
+    assert "mutates_args=('x',)" in str(finding)
+
+
+GOOD = {
+    **{name: (op, (torch.ones(4), 2)) for name, op in HEADS.items()},
+    **{name: (op, (torch.ones(4),)) for name, op in RAW.items()},
+    "axpy_": (axpy_, (torch.ones(4), torch.ones(4))),
+    "aten.add_": (torch.ops.aten.add_.Tensor, (torch.ones(4), torch.ones(4))),
+    "aten.split": (torch.ops.aten.split.Tensor, (torch.ones(4), 2)),
+    "aten.mul.out": (
+        torch.ops.aten.mul.out,
+        ((torch.ones(4), torch.ones(4)), {"out": torch.zeros(4)}),
+    ),
+    "aten.relu_": (torch.ops.aten.relu_.default, (torch.ones(4),)),
+    "aten.mm": (torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2))),
+}
+
+
+@pytest.mark.parametrize(("op", "given"), GOOD.values(), ids=GOOD)
+def test_a_good_op_gives_no_findings(op, given):
+    assert check_op(op, given) == []
+
+
+def test_register_mends_what_is_found():
+    op = defined("mend_(Tensor(a!) x) -> Tensor(a!)", _raw_zero_and_return)
+    assert [f.kind for f in check_op(op, (torch.ones(2),))] == ["missing bump"]
+    assert check_op(library.register(op), (torch.ones(2),)) == []
+
+
+def test_what_a_body_is_refused_for_is_a_finding():
+    op = library.view_op(fresh("(Tensor(a) x) -> Tensor(a)"), lambda x: x.clone())
+    (finding,) = check_op(op, (torch.ones(2),))
+    assert finding.kind == "error"
+    assert "a view of `x`" in finding.message
+
+
+def test_arguments_that_share_memory_do_so_in_the_copy():
+    x = torch.arange(6.0).view(2, 3)
+    a, (b, c) = copied((x[:, 1:], [x.t(), torch.ones(2)]))
+    assert share_memory(a, b)
+    assert not share_memory(a, c)
+    assert not share_memory(a, x)
+    assert (a.stride(), a.storage_offset(), a.tolist()) == ((3, 1), 1, x[:, 1:].tolist())
+    a.zero_()
+    assert b[1:].sum() == 0
+
+
+def test_an_argument_in_the_memory_of_a_written_one_is_no_fault():
+    op = library.inplace_op(
+        fresh("(Tensor(a!) x, Tensor y) -> ()"), lambda x, y: x.add_(y.sum()) and None
+    )
+    x = torch.ones(())
+    assert check_op(op, (x, x.view(1))) == []
+
+
+def test_bytes_tell_nan_from_nan_and_minus_zero_from_zero():
+    x = torch.tensor([float("nan"), 0.0])
+    before = Bytes(x)
+    assert not before.differ_from(x)
+    x[1] = -0.0
+    assert before.differ_from(x)
+
+
+def test_what_check_op_refuses():
+    with pytest.raises(ViewTrackError, match="no op `vtcheck::absent`"):
+        check_op("vtcheck::absent", (torch.ones(1),))
+    with pytest.raises(ViewTrackError, match="does not name one op"):
+        check_op(torch.ops.aten.add_, (torch.ones(1),))
+    with pytest.raises(ViewTrackError, match="at least one input"):
+        check_op(torch.ops.aten.relu_.default)
+
+
+# The command line.
+
+
+def test_inputs_are_made_up_from_the_schema():
+    op = defined("pick(Tensor(a) x, int dim, int[]? sizes, *, bool up) -> Tensor(a)",
+                 lambda x, dim, sizes, up: x.select(dim, 0))  # fmt: skip
+    accepted = inputs_for(op)
+    assert 0 < len(accepted) < len(SHAPES)  # a vector has no dimension 1
+    assert accepted[0][1] == {"up": False}
+
+
+def test_no_input_fits():
+    op = defined("never(Tensor x) -> ()", _never)
+    with pytest.raises(ViewTrackError, match=r"takes none.*ValueError: no"):
+        inputs_for(op)
+
+
+def _never(x):
+    raise ValueError("no")
+
+
+def test_the_command_finds(capsys):
+    assert cli.main(["check", "vtcheck::head"]) == 1
+    said = capsys.readouterr().out
+    assert "`vtcheck::head` returned output 0 as a view of `x`" in said
+    assert "vtcheck::head: 1 finding over" in said
+
+
+def test_the_command_lets_good_ops_pass(capsys):
+    assert cli.main(["check", "vtlib::axpy_"]) == 0
+    assert "vtlib::axpy_: no findings over" in capsys.readouterr().out
+
+
+def test_the_command_imports_and_takes_inputs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "vt_my_ops.py").write_text(
+        "import torch\n"
+        "lib = torch.library.Library('vtcheck', 'FRAGMENT')\n"
+        "lib.define('mine(Tensor x, int n) -> Tensor')\n"
+        "lib.impl('mine', lambda x, n: x[:n], 'CPU')\n"
+        "def inputs():\n"
+        "    return [(torch.ones(3), 2)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    args = ["check", "vtcheck::mine", "--import", "vt_my_ops", "--inputs", "vt_my_ops:inputs"]
+    assert cli.main(args) == 1
+    assert "output 0 in the memory of argument `x`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["vtcheck::absent"],
+        ["vtcheck::head", "--import", "vt_no_such_module"],
+        ["vtcheck::head", "--inputs", "sys:no_such_function"],
+        ["vtcheck::never"],
+    ],
+)
+def test_the_command_says_what_it_cannot_do(args, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["check", *args])
+    assert left.value.code == 2
+    assert "usage: python -m viewtrack check" in capsys.readouterr().err
