@@ -1,0 +1,238 @@
+"""`guard` around pairs of contexts that others made: torch's, hand-made ones, plain managers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from regions import MATMULS, REGIONS, LiveBytes, aten, inputs, mlp, run
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from write_ways import ALIASES, OPS, here, in_handler, line_of, one_process_group
+
+from viewtrack import MutatedTensorError, _torch
+from viewtrack.checkpoint import guard
+from viewtrack.mode import active
+
+stock = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, MATMULS)
+unchecked = functools.partial(stock, allow_cache_entry_mutation=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    with one_process_group(tmp_path_factory.mktemp("gloo") / "store"):
+        yield
+
+
+class Keep(TorchDispatchMode):
+    """A cache as people write one: it keeps the results themselves, and looks at no counter."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in MATMULS:
+            self.kept.append(out.detach())
+        return out
+
+
+class HandOut(Keep):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in MATMULS:
+            return self.kept.pop(0)
+        return func(*args, **(kwargs or {}))
+
+
+def hand_made():
+    kept = []
+    return Keep(kept), HandOut(kept)
+
+
+def pair_of_pairs():
+    first, second = hand_made()
+
+    @contextlib.contextmanager
+    def both(context):
+        with contextlib.nullcontext(), context:
+            yield
+
+    return both(first), both(second)
+
+
+def nothing():
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+PAIRS = [stock, unchecked, hand_made, pair_of_pairs, nothing]
+NAMES = ["torch", "torch_unchecked", "hand_made", "pair_of_pairs", "nothing"]
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
+caching_pair = pytest.mark.parametrize("pair", PAIRS[:-1], ids=NAMES[:-1])
+
+
+def same(a, b):
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@every_pair
+@pytest.mark.parametrize("check", ["storage", "content", "off"])
+@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
+def test_values_and_gradients_are_those_without_the_guard(region, pair, check):
+    guarded, bare = run(region, guard(pair, check=check)), run(region, pair)
+    assert same(guarded[0], bare[0])
+    assert same(guarded[1], bare[1])
+
+
+def region_with(write):
+    def region(x, w):
+        h = x[0] @ w
+        write(h)
+        return (h * h).sin().sum()
+
+    return region
+
+
+def error_of(region, context_fn):
+    with pytest.raises(MutatedTensorError) as caught:
+        run(region, context_fn)
+    return caught.value
+
+
+@caching_pair
+@pytest.mark.parametrize("place", [here, in_handler], ids=["here", "in_handler"])
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_way_to_write_in_the_region(op, alias, place, pair):
+    region = region_with(lambda h: place(lambda: op.write(ALIASES[alias](h.detach()))))
+    check = "storage" if op.seen else "content"
+    error = error_of(region, guard(pair, check=check))
+    assert error.saved.op == "aten.mm.default"
+    if op.seen:
+        assert (error.writes[0].filename, error.writes[0].lineno) in line_of(op.write)
+
+
+@every_pair
+def test_a_write_to_what_is_not_kept_is_no_alarm(pair):
+    def region(x, w):
+        h = x.sin()
+        h.mul_(2)
+        g = h @ w
+        k = g + 1
+        F.relu(k, inplace=True)
+        return (k @ w).exp().sum()
+
+    assert same(run(region, guard(pair))[1], run(region, pair)[1])
+
+
+@caching_pair
+def test_three_dimensions_without_bias(pair):
+    def region(x, w):
+        h = F.linear(x, w)
+        h.relu_()
+        return h.sin().sum()
+
+    error = error_of(region, guard(pair))
+    assert [write.op for write in error.writes] == ["aten.relu_.default"]
+
+
+def test_the_error_of_the_pairs_own_check_is_the_cause():
+    error = error_of(region_with(lambda h: h.mul_(2)), guard(stock))
+    assert "has been mutated" in str(error.__cause__)
+    assert error_of(region_with(lambda h: h.mul_(2)), guard(unchecked)).__cause__ is None
+
+
+@caching_pair
+def test_a_write_between_forward_and_backward(pair):
+    kept = []
+
+    def region(x, w):
+        h = x[0] @ w
+        kept.append(h)
+        return h.sin().sum()
+
+    x, w = inputs()
+    loss = checkpoint(region, x, w, use_reentrant=False, context_fn=guard(pair))
+    kept[0].detach().mul_(2)
+    with pytest.raises(MutatedTensorError, match="by an op that no mode saw"):
+        loss.backward()
+
+
+def test_allowed_ops_and_reactions():
+    region = region_with(lambda h: F.relu(h, inplace=True))
+    right = run(region, nothing)[1]
+    assert same(run(region, guard(unchecked, allow={"aten.relu_": "idempotent"}))[1], right)
+    with pytest.warns(UserWarning, match="has been mutated"):
+        assert same(run(region, guard(unchecked, on_mutation="warn"))[1], right)
+    errors = []
+    run(region, guard(unchecked, on_mutation=errors.append))
+    assert [type(error) for error in errors] == [MutatedTensorError]
+
+
+def test_the_policy_is_asked_no_extra_time():
+    def calls_of(wrap):
+        calls = []
+
+        def policy(ctx, op, *args, **kwargs):
+            calls.append((str(op), ctx.is_recompute))
+            return op in MATMULS
+
+        pair = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
+        run(mlp, wrap(pair))
+        return calls
+
+    assert calls_of(guard) == calls_of(lambda pair: pair)
+
+
+@caching_pair
+def test_nothing_more_is_kept_alive(pair):
+    def held_and_peak(context_fn):
+        gc.collect()
+        x, w = inputs()
+        with LiveBytes() as live:
+            loss = checkpoint(mlp, x, w, use_reentrant=False, context_fn=context_fn)
+            held = live.now
+            loss.backward()
+        return held, live.peak
+
+    assert held_and_peak(guard(pair)) == held_and_peak(pair)
+
+
+def test_an_error_on_entering_leaves_nothing_entered():
+    class Fails(contextlib.AbstractContextManager):
+        def __enter__(self):
+            raise KeyError("from the context")
+
+        def __exit__(self, *exc):
+            return None
+
+    with pytest.raises(KeyError, match="from the context"):
+        run(mlp, guard(lambda: (Fails(), contextlib.nullcontext())))
+    assert _torch.mode_stack_len() == 0
+    assert active.trackers == []
+
+
+def test_arguments_go_on_to_the_context_fn():
+    assert same(
+        run(
+            mlp,
+            functools.partial(
+                guard(torch_checkpoint.create_selective_checkpoint_contexts), [aten.mm.default]
+            ),
+        )[1],
+        run(mlp, stock)[1],
+    )
+    with pytest.raises(ValueError, match="`check` must be"):
+        guard(stock, check="bytes")
+
+
+def test_guard_makes_a_plain_function():
+    assert type(guard(stock)) is type(test_guard_makes_a_plain_function)

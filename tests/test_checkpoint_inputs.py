@@ -1,0 +1,126 @@
+"""check_inputs: what the forward changed of the things that it starts from."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint
+
+from viewtrack import MutatedTensorError
+from viewtrack.checkpoint import create_selective_checkpoint_contexts, guard
+
+OPS = [torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor]
+
+
+def own(**options):
+    return functools.partial(
+        create_selective_checkpoint_contexts, OPS, check_inputs=True, **options
+    )
+
+
+def foreign(**options):
+    pair = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, OPS[:1])
+    return guard(pair, check_inputs=True, **options)
+
+
+both = pytest.mark.parametrize("contexts", [own, foreign])
+
+
+class Gate(torch.nn.Module):
+    load = None
+
+    def forward(self, x):
+        s = x @ x
+        count = (s.detach() > 0).sum(0).float()
+        if self.load is None:
+            self.load = count
+        else:
+            self.load += count
+        return s.sin().exp().sum()
+
+
+def run(module, contexts):
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, requires_grad=True)
+    checkpoint(module, x, use_reentrant=False, context_fn=contexts).backward()
+    return x.grad
+
+
+@both
+def test_an_attribute_that_the_forward_made_is_named(contexts):
+    with pytest.raises(MutatedTensorError) as caught:
+        run(Gate(), contexts())
+    assert "`Gate.load` was None when the forward began and is f32[3] now" in str(caught.value)
+
+
+@both
+def test_an_attribute_that_the_forward_wrote_is_named_with_the_line(contexts):
+    gate = Gate()
+    gate.load = torch.zeros(3)
+    with pytest.raises(MutatedTensorError, match=r"Gate\.load -> f32\[3\]") as caught:
+        run(gate, contexts())
+    write = caught.value.writes[0]
+    assert (write.op, write.filename, write.function) == ("aten.add_.Tensor", __file__, "forward")
+
+
+class Numbers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.scale, self.name = 0, 1.0, "a"
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x):
+        self.calls += 1
+        self.table = self.table.clone()
+        return (x @ x * self.scale).sin().sum()
+
+
+@both
+def test_numbers_and_exchanged_buffers(contexts):
+    with pytest.raises(MutatedTensorError) as caught:
+        run(Numbers(), contexts())
+    text = str(caught.value)
+    assert "`Numbers.calls` was 0 when the forward began and is 1 now" in text
+    assert "`Numbers.table` was" in text
+    assert "scale" not in text
+    with pytest.raises(MutatedTensorError) as caught:
+        run(Numbers(), contexts(allow={"Numbers.table": "equal"}))
+    assert "Numbers.table" not in str(caught.value)
+
+
+@both
+def test_a_captured_tensor(contexts):
+    captured = torch.ones(3)
+
+    def region(x):
+        captured.add_(1)
+        return ((x * captured) @ x).sin().sum()
+
+    with pytest.raises(MutatedTensorError, match=r"an input -> f32\[3\]") as caught:
+        run(region, contexts())
+    assert caught.value.writes[0].op == "aten.add_.Tensor"
+
+
+@both
+def test_a_region_that_changes_nothing_is_no_alarm(contexts):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.2), torch.nn.GELU())
+
+    def region(x):
+        made = torch.zeros(3)
+        made += 1
+        return (module(x) @ x + made).sum()
+
+    right = run(region, torch_checkpoint.noop_context_fn)
+    assert torch.equal(run(region, contexts()), right)
+    assert torch.equal(run(region, contexts(check="content")), right)
+
+
+@both
+def test_the_hook_on_modules_is_taken_off(contexts):
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    with pytest.raises(MutatedTensorError):
+        run(Gate(), contexts())
+    assert len(hooks) == before
