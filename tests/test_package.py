@@ -114,7 +114,8 @@ def is_private(part):
 def private_path(dotted):
     """Whether a dotted path leads through a private name of torch; ops are not names of torch."""
     first, *rest = dotted.split(".")
-    return first == "torch" and rest[:1] != ["ops"] and any(map(is_private, rest))
+    is_op = rest[:1] == ["ops"] or "".join(rest).startswith("_foreach_")  # no public name for these
+    return first == "torch" and not is_op and any(map(is_private, rest))
 
 
 class PrivateTorch(ast.NodeVisitor):
@@ -212,6 +213,7 @@ def test_private_torch_is_found(source):
         '"""Mirrors torch._C._dispatch."""',
         "import torch\ntorch.__version__",
         "import torch\ntorch.ops.aten._unsafe_view.default",
+        "import torch\ntorch._foreach_add_([x], 1)",
         "from viewtrack import _torch\n_torch.plan(x)",
         "from . import _torch\n_torch.plan(x)",
         "import torch\nx = torch.ones(2)\nx._version",

@@ -93,47 +93,54 @@ def _undisabled(handler: Any) -> Any:
     return handler
 
 
+# Two by hand: a handler is called for every op, and `*args` costs more than all the rest.
+
+
 def _tracked(handler: Handler) -> Handler:
-    # Two by hand: a handler is called for every op, and `*args` costs more than all the rest.
-    if _takes_func_first(handler):
+    wrap = _tracked_function if _takes_func_first(handler) else _tracked_method
+    return skip_dynamo(wrap(handler))
 
-        @functools.wraps(handler)
-        def tracked_handler(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not is_excluded(ADINPLACEORVIEW):
-                return handler(func, types, args, kwargs)
-            try:
-                plan, before, after = _steps[func._op]
-            except (KeyError, AttributeError):
-                plan, before, after = _steps_of(func)
-            was = None if before is None else before(plan, args, kwargs)
-            set_excluded(ADINPLACEORVIEW, False)
-            try:
-                out = handler(func, types, args, kwargs)
-                return out if after is None else after(out, plan, args, kwargs, was)
-            finally:
-                set_excluded(ADINPLACEORVIEW, True)
 
-    else:
+def _tracked_function(handler: Handler) -> Handler:
+    @functools.wraps(handler)
+    def tracked_handler(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_excluded(ADINPLACEORVIEW):
+            return handler(func, types, args, kwargs)
+        try:
+            plan, before, after = _steps[func._op]
+        except (KeyError, AttributeError):
+            plan, before, after = _steps_of(func)
+        was = None if before is None else before(plan, args, kwargs)
+        set_excluded(ADINPLACEORVIEW, False)
+        try:
+            out = handler(func, types, args, kwargs)
+            return out if after is None else after(out, plan, args, kwargs, was)
+        finally:
+            set_excluded(ADINPLACEORVIEW, True)
 
-        @functools.wraps(handler)
-        def tracked_handler(
-            owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if not is_excluded(ADINPLACEORVIEW):
-                return handler(owner, func, types, args, kwargs)
-            try:
-                plan, before, after = _steps[func._op]
-            except (KeyError, AttributeError):
-                plan, before, after = _steps_of(func)
-            was = None if before is None else before(plan, args, kwargs)
-            set_excluded(ADINPLACEORVIEW, False)
-            try:
-                out = handler(owner, func, types, args, kwargs)
-                return out if after is None else after(out, plan, args, kwargs, was)
-            finally:
-                set_excluded(ADINPLACEORVIEW, True)
+    return tracked_handler
 
-    return skip_dynamo(tracked_handler)
+
+def _tracked_method(handler: Handler) -> Handler:
+    @functools.wraps(handler)
+    def tracked_handler(
+        owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not is_excluded(ADINPLACEORVIEW):
+            return handler(owner, func, types, args, kwargs)
+        try:
+            plan, before, after = _steps[func._op]
+        except (KeyError, AttributeError):
+            plan, before, after = _steps_of(func)
+        was = None if before is None else before(plan, args, kwargs)
+        set_excluded(ADINPLACEORVIEW, False)
+        try:
+            out = handler(owner, func, types, args, kwargs)
+            return out if after is None else after(out, plan, args, kwargs, was)
+        finally:
+            set_excluded(ADINPLACEORVIEW, True)
+
+    return tracked_handler
 
 
 def _takes_func_first(handler: Handler) -> bool:
