@@ -59,7 +59,7 @@ def list_out(x, w):
 
 
 def complex_numbers(x, w):
-    return torch.view_as_real(torch.fft.fft((x @ w)) * 2).pow(2).sum()
+    return torch.view_as_real(torch.fft.fft(x @ w) * 2).pow(2).sum()
 
 
 REGIONS: list[Callable[..., Any]] = [
