@@ -10,6 +10,7 @@ from .. import _torch, _torch_library
 from .._torch_dynamo import skip_dynamo
 from ..errors import AliasingError, ViewTrackError
 from ..info import version
+from .relations import is_wrapper
 from .spec import Body, Leaf, Spec
 
 Inputs = list[tuple[str, torch.Tensor]]
@@ -172,16 +173,11 @@ def _share(t: torch.Tensor, other: torch.Tensor) -> bool:
 def _may_share(t: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether two tensors share memory, as far as can be told."""
     try:
-        if _is_wrapper(base):
+        if is_wrapper(base):
             return True  # it lies in the wrapper's own storage that nobody reads
         return _torch.is_alias_of(t, base)
     except (RuntimeError, NotImplementedError):
         return True
-
-
-def _is_wrapper(t: torch.Tensor) -> bool:
-    dispatches = type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return dispatches and not _torch_library.is_fake(t)
 
 
 # ------------------------------------------------------------------------------ writes

@@ -22,7 +22,8 @@ import torch
 from .. import _torch, _torch_library, _torch_view_fn
 from ..errors import ViewTrackError
 from .call import Call, put
-from .history import ViewFn, arguments_for, base_of, marked_leaf, swapped, with_arguments
+from .history import ViewFn, arguments_for, marked_leaf, swapped, with_arguments
+from .relations import base_of
 from .spec import Leaf, Place, Spec
 
 Run = Callable[[], Any]

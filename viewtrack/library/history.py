@@ -12,6 +12,8 @@ from .._torch import CreationMeta
 from ..errors import AliasingError, ViewTrackError
 from ..view import mark_as_view
 from .call import Call, put
+from .inspection import inspected
+from .relations import base_of, is_marked, is_wrapper
 from .spec import Leaf, Spec
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
@@ -89,8 +91,11 @@ def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
         if t._is_view() or t.requires_grad:
             with _torch_library.below_inplace_or_view():
                 t = t.detach()
+        # The handler of a subclass need not give its views the storage of their base.
+        apart = is_wrapper(t) and is_wrapper(base)
+        meta = _creation_meta(leaf)
         try:
-            return mark_as_view(t, base, view_fn=view_fn, creation_meta=_creation_meta(leaf))
+            return mark_as_view(t, base, True, True, view_fn, meta, alias_storage=apart)
         except AliasingError as error:
             raise AliasingError(f"`{spec.name}` ({spec.where}), {leaf}: {error}") from None
         except ViewTrackError as error:
@@ -98,41 +103,6 @@ def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
                 f"`{spec.name}` ({spec.where}), {leaf}: {error}; or give the op a gradient formula "
                 f"by `register_autograd`"
             ) from None
-
-
-def base_of(call: Call, leaf: Leaf) -> torch.Tensor | None:
-    """The argument that an output views."""
-    return base_of_output(call.spec, leaf, call.args, call.kwargs)
-
-
-def base_of_output(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The argument that an output views."""
-    arguments = spec.views[leaf.index].arguments
-    candidates: list[torch.Tensor] = [t for a in arguments for t in a.tensors(args, kwargs)]
-    if len(candidates) == 1:
-        return candidates[0]
-    for t in candidates:
-        try:
-            if _torch.is_alias_of(leaf.t, t):
-                return t
-        except (RuntimeError, NotImplementedError):
-            continue
-    return None
-
-
-def note_inside(call: Call, out: Any) -> None:
-    """Note what autograd found in the body that has just run."""
-    call.ran_inside = True
-    for leaf in call.spec.leaves(out) if call.spec.views else ():
-        if leaf.index in call.spec.views:
-            base = base_of(call, leaf)
-            if base is not None and not is_marked(leaf.t, base):
-                call.hides_views = True
-
-
-def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether t is a differentiable view of base, or of what base is a view of."""
-    return t._is_view() and (t._base is base or (base._is_view() and t._base is base._base))
 
 
 def _creation_meta(leaf: Leaf) -> Any:
@@ -151,6 +121,8 @@ def _view_fn(call: Call, leaf: Leaf) -> ViewFn | None:
     if spec.formula is not None:
         return spec.formula.view_fn(call, leaf)
     if spec.opaque or call.hides_views:
+        return None
+    if not call.ran_inside and inspected(spec, call.tensors, call.args, call.kwargs).hides_views:
         return None
     return body_view_fn(call, leaf)
 

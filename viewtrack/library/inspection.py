@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import _torch_library
-from .history import base_of_output, is_marked
+from .relations import base_of_output, is_marked
 from .spec import Spec
 
 log = logging.getLogger(__name__)

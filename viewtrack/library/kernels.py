@@ -31,7 +31,8 @@ from . import traced
 from .call import Call, under_way
 from .checks import check_aliases, check_undeclared_writes
 from .formula import is_transformed
-from .history import check_writable, note_inside, settle, wants_gradient
+from .history import check_writable, settle, wants_gradient
+from .relations import note_inside
 from .spec import Spec
 
 _increment_version = torch.autograd.graph.increment_version

@@ -19,8 +19,8 @@ from .. import _torch, _torch_library
 from ..errors import ViewTrackError
 from .call import Call, put, under_way
 from .checks import check_aliases
-from .history import note_inside
 from .inspection import inspected
+from .relations import is_wrapper, note_inside
 from .spec import Body, Spec
 
 
@@ -39,13 +39,9 @@ def looks_through(
         and not spec.only_views
         and spec.formula is None
         and not spec.opaque
-        and any(_is_wrapper(t) for t in tensors)
+        and any(is_wrapper(t) for t in tensors)
+        and not is_opaque(spec, tensors, args, kwargs)
     )
-
-
-def _is_wrapper(t: torch.Tensor) -> bool:
-    dispatches = type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return dispatches and not _torch_library.is_fake(t)
 
 
 def run_body(spec: Spec, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,139 @@
+"""What `viewtrack/_torch_library.py` relies on, and does, on this torch."""
+
+import pytest
+import torch
+
+from viewtrack import _torch, _torch_library
+
+_lib = torch.library.Library("vtcontract", "FRAGMENT")
+
+
+def test_backend_select_comes_below_modes_and_above_backends():
+    order = []
+    _lib.define("ordered(Tensor x) -> Tensor")
+    op = torch.ops.vtcontract.ordered.default
+
+    def passing(name, keys):
+        def kernel(keyset, x):
+            order.append(name)
+            with _torch_library.below_inplace_or_view():
+                return op.redispatch(keyset & keys, x)
+
+        return kernel
+
+    _lib.impl("ordered", lambda x: order.append("backend") or x.clone(), "CPU")
+    for name, key, keys in (
+        ("autograd", "Autograd", _torch_library.after_autograd),
+        ("inplace or view", "ADInplaceOrView", _torch_library.after_inplace_or_view),
+        ("backend select", "BackendSelect", _torch_library.after_backend_select),
+    ):
+        _torch_library.impl(_lib, "vtcontract::ordered", passing(name, keys), key)
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append("mode")
+            return func(*args)
+
+    x = torch.ones(1)
+    with Mode():
+        op(x)
+    assert order == ["autograd", "inplace or view", "mode", "backend select", "backend"]
+
+
+def test_as_called_undoes_what_kernels_exclude_and_nothing_else():
+    excluded = _torch_library.excluded_keys()
+    x = torch.ones(2, requires_grad=True) * 1
+    with _torch_library.below_inplace_or_view():
+        assert x[:1]._base is None
+        with _torch_library.as_called(excluded):
+            assert x[:1]._base is x
+            assert x[:1].grad_fn is not None
+    with torch.inference_mode():
+        excluded = _torch_library.excluded_keys()
+        with _torch_library.as_called(excluded):
+            assert _torch.below_autograd()
+
+
+def test_modes_come_back_in_their_order_also_after_an_error():
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Mode() as outer, Mode() as inner:
+        with pytest.raises(ZeroDivisionError), _torch_library.without_modes():
+            _fail_after(lambda: torch.ones(1))
+        assert seen == []
+        torch.ones(1)
+    assert seen == [inner, outer]
+
+
+def _fail_after(fn):
+    fn()
+    raise ZeroDivisionError
+
+
+def test_rebasing_a_history_counts_nothing_and_copies_nothing():
+    base = torch.ones(3, requires_grad=True) * 1
+    view, out = base[:2], torch.full((2,), 7.0, requires_grad=True)
+    _torch_library.rebase_history(view, out)
+    assert base._version == 0
+    assert base.tolist() == [1, 1, 1]
+    (grad,) = torch.autograd.grad(base.sum(), out)
+    assert grad.tolist() == [1, 1]
+
+
+def test_check_inplace_raises_before_anything_happens():
+    leaf = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        _torch_library.check_inplace(leaf)
+    assert leaf.is_leaf
+    assert leaf.tolist() == [1, 1]
+
+
+def test_a_fake_stand_in_refuses_to_show_its_memory():
+    mode, (fake,) = _torch_library.fake_like([torch.ones(3, 2).t()])
+    assert fake.stride() == (1, 2)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        fake.data_ptr()
+    with pytest.raises(RuntimeError, match="data pointer"), mode:
+        fake[:1].data_ptr()
+
+
+def test_single_level_functions_are_allowed_inside_only():
+    allowed = torch._C._functorch.get_single_level_autograd_function_allowed
+    assert not allowed()
+    inside = []
+    with pytest.raises(ZeroDivisionError), _torch_library.single_level_functions():
+        _fail_after(lambda: inside.append(allowed()))
+    assert (inside, allowed()) == ([True], False)
+
+
+def test_a_gradient_is_seen_through_the_wrappers_of_transforms():
+    asked = []
+
+    def fn(x):
+        asked.append(_torch_library.needs_grad_inside(x))
+        return x.sum()
+
+    torch.func.vmap(fn)(torch.ones(2, 2))
+    torch.func.grad(lambda x: torch.func.vmap(fn)(x).sum())(torch.ones(2, 2))
+    torch.func.vmap(torch.func.grad(fn))(torch.ones(2, 2))
+    assert asked == [False, True, True]
+
+
+def test_ops_are_found_by_name():
+    assert _torch_library.lookup("aten::add.Tensor") is torch.ops.aten.add.Tensor
+    assert _torch_library.lookup("aten::relu") is torch.ops.aten.relu.default
+    with pytest.raises(AttributeError):
+        _torch_library.lookup("aten::no_such_op")
+    assert _torch_library.overload_of(torch.ops.aten.relu_) is torch.ops.aten.relu_.default
+    assert _torch_library.overload_of(torch.ops.aten.add) is None
+
+
+def test_fake_implementations_are_found():
+    _lib.define("with_fake(Tensor x) -> Tensor")
+    assert not _torch_library.has_fake("vtcontract::with_fake")
+    torch.library.register_fake("vtcontract::with_fake", lambda x: x.clone(), lib=_lib)
+    assert _torch_library.has_fake("vtcontract::with_fake")
