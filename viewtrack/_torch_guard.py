@@ -98,9 +98,17 @@ def is_stock_caching(context: Any) -> bool:
     return isinstance(context, _checkpoint._CachingTorchDispatchMode)
 
 
+_TRACING = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FUNCTIONAL", "FAKE")
+)
+
+
 def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is tracing here, as torch's checkpoint asks it."""
-    return bool(_checkpoint._is_compiling(None, (), {}))
+    """Whether torch.compile or torch.export is at work here, or tensors are fake.
+
+    Torch's own checkpoint asks for PROXY alone; a trace has a first run without it.
+    """
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
 def cache_key(func: Any, args: Any) -> Any:
