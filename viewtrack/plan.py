@@ -109,6 +109,7 @@ class Plan:
         sole_write: the one argument that it writes, if that is one tensor passed by position.
         written: outputs that are written arguments themselves.
         changes_metadata: whether it changes sizes, strides or storage of what it writes.
+        exchanges_storage: whether it gives what it writes another storage.
         has_native_kernel: whether ATen, or its author, gave it an ADInplaceOrView kernel.
         has_autograd_kernel: whether it has an Autograd kernel; autograd records what its kernel
             calls if it has none.
@@ -127,6 +128,7 @@ class Plan:
     sole_write: Argument | None
     written: tuple[Output, ...]
     changes_metadata: bool
+    exchanges_storage: bool
     has_native_kernel: bool
     has_autograd_kernel: bool
     is_composite: bool
@@ -188,6 +190,7 @@ def plan_of_schema(schema: Any) -> Plan:
         sole_write=_sole(writes),
         written=_related(outputs, arguments, is_write=True),
         changes_metadata=base_name in _INPLACE_METADATA,
+        exchanges_storage=schema.name == "aten::set_",
         has_native_kernel=_torch_kernels.has_native_kernel(qualified),
         has_autograd_kernel=_torch_kernels.has_autograd_kernel(qualified),
         is_composite=_torch_kernels.has_composite_kernel(qualified),
