@@ -4,6 +4,7 @@ import expecttest
 import pytest
 import torch
 from caches import HandOut, Keep, detached
+from torch.testing._internal.two_tensor import TwoTensor
 
 from viewtrack import ViewTrackError
 from viewtrack.ledger import Region, Write
@@ -263,7 +264,7 @@ def test_writes_are_counted_by_line():
         ts = [torch.ones(2), torch.ones(2)]
         for _ in range(3):
             torch._foreach_add_(ts, 1.0)
-        ts[0].mul_(2)
+        ts[0].mul_(2).mul_(3)
         torch.add(ts[0], 1, out=ts[1])
 
     first = run.__code__.co_firstlineno
@@ -271,7 +272,7 @@ def test_writes_are_counted_by_line():
         (row.op, row.argument, row.site.lineno - first, row.count) for row in recorded(run).writes
     ] == [
         ("aten._foreach_add_.Scalar", "self", 3, 6),
-        ("aten.mul_.Tensor", "self", 4, 1),
+        ("aten.mul_.Tensor", "self", 4, 2),
         ("aten.add.out", "out", 5, 1),
     ]
 
@@ -291,6 +292,24 @@ def test_views_are_counted_where_a_handler_made_them():
         ("aten.view.default", 2),
     ]
     assert {row.site.function for row in report.views} == {"reshaped"}
+
+
+def test_what_a_handler_of_torchs_does_is_put_down_to_the_users_line():
+    def run():
+        wrapper = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+        with Keep(detached):
+            wrapper.view(-1).add_(1)
+
+    report = recorded(run)
+    line = run.__code__.co_firstlineno + 3
+    assert [(row.op, row.count, row.site.lineno) for row in report.views] == [
+        ("aten.view.default", 2, line)
+    ]
+    assert {(row.op, row.site.lineno) for row in report.writes} == {("aten.add_.Tensor", line)}
+
+
+def test_an_exchange_of_storage_is_no_write():
+    assert recorded(lambda: torch.empty(0).set_(X)).writes == ()
 
 
 def test_aliases_are_told_at_the_line_that_called_for_them():

@@ -90,7 +90,7 @@ def locate(
             settled = settled or _is_tracked(frame)
             above = _passes_on(frame, code, plan, args, kwargs)
             if above is None:
-                user = user or (frame if is_user_file(code.co_filename) else frame.f_back)
+                user = user or _beyond(frame, code)
                 again_above = _is_subclass_handler(frame, code) and _torch.in_reentrant_dispatch()
                 return (settled or again_above) and counted, not again_above, user
             if not settled:
@@ -223,12 +223,24 @@ def issued_in_handler(
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
             given = _given(frame, code)
             if given is None or plan_of(given[0]) is not plan or not _same_first(args, given[1]):
-                return True, user or user_frame(frame)
+                return True, user or _beyond(frame, code)
             user = None
         elif user is None and is_user_file(code.co_filename):
             user = frame
         frame = frame.f_back
     return False, user
+
+
+def _beyond(frame: FrameType, code: CodeType) -> FrameType | None:
+    """The user's line that a handler's own work is put down to.
+
+    It is in the handler, if that is user code. If it is torch's or ours, it is the line that the op
+    is from which the handler was called for, and not a handler on the way that passed it on.
+    """
+    given = None if is_user_file(code.co_filename) else _given(frame, code)
+    if given is None:
+        return user_frame(frame)
+    return issued_in_handler(frame.f_back, plan_of(given[0]), given[1])[1]
 
 
 def _same_first(args: Any, given: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -72,11 +72,8 @@ class Recorder:
             torch=torch.__version__,
             record=self._record,
             hazards=tuple(HazardRow(*row) for row in self._hazards.values()),
-            views=_sorted(ViewRow(op, site_at(place), n) for op, place, n in self._views.values()),
-            writes=_sorted(
-                WriteRow(op, argument, site_at(place), n)
-                for op, argument, place, n in self._writes.values()
-            ),
+            views=_rows(ViewRow, self._views.values()),
+            writes=_rows(WriteRow, self._writes.values()),
             aliases=tuple(Alias(*found) for found in self._tracker.undeclared_aliases.items()),
             ops=tuple(
                 sorted(
@@ -88,7 +85,7 @@ class Recorder:
 
     def _observe(self, func: Any, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
         _count(self._ops, id(plan), plan)
-        if plan.writes:
+        if plan.writes and not plan.exchanges_storage:
             self._count_writes(plan, args, kwargs)
         elif plan.views:
             self._count_view(plan, args, kwargs, out)
@@ -139,7 +136,13 @@ def _count(rows: dict[Any, list[Any]], key: Any, *values: Any, count: int = 1) -
         row[-1] += count
 
 
-def _sorted(rows: Iterable[Row]) -> tuple[Row, ...]:
+def _rows(make: Callable[..., Row], counted: Iterable[list[Any]]) -> tuple[Row, ...]:
+    """Rows of a table from names, place and count, the places of one line taken together."""
+    merged: dict[Any, list[Any]] = {}
+    for *names, place, count in counted:
+        key = (*names, site_at(place))
+        _count(merged, key, *key, count=count)
+    rows = (make(*row) for row in merged.values())
     return tuple(
         sorted(rows, key=lambda row: (-row.count, row.site.filename, row.site.lineno, row.op))
     )
