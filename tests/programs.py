@@ -86,7 +86,7 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "mul_": (lambda t: t.mul_(2), lambda a: np.multiply(a, 2, out=a)),
     "zero_": (lambda t: t.zero_(), lambda a: a.fill(0)),
     "relu_": (lambda t: torch.relu_(t), lambda a: np.maximum(a, 0, out=a)),
-    "setitem": (lambda t: t.__setitem__(0, 5.0), lambda a: a.__setitem__(0, 5.0)),
+    "setitem": (lambda t: t.__setitem__(0, 5), lambda a: a.__setitem__(0, 5)),
     "neg out=": (lambda t: torch.neg(t, out=t), lambda a: np.negative(a, out=a)),
     "composite": (lambda t: aten.clip_(t, -3, 3), lambda a: np.clip(a, -3, 3, out=a)),
     "foreach": (lambda t: torch._foreach_add_([t], 1), lambda a: np.add(a, 1, out=a)),
@@ -109,7 +109,7 @@ PAIR_WRITES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any
 
 # Each is (torch's function, numpy's function), and gives new memory.
 FRESH: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "mul": (lambda t: t.mul(2), lambda a: a * np.float32(2)),
+    "mul": (lambda t: t.mul(2), lambda a: a * np.int32(2)),
     "clone": (lambda t: t.clone(), lambda a: a.copy()),
     "neg": (lambda t: -t, lambda a: -a),
 }
@@ -151,8 +151,8 @@ class Program:
         self.numbers = itertools.count()
         self.writes: dict[int, int] = {}
         self.pool: list[Pair] = []
-        for start in (1.0, -2.0):
-            array = (np.arange(6, dtype=np.float32) + np.float32(start)).reshape(2, 3)
+        for start in (1, -2):
+            array = (np.arange(6, dtype=np.int32) + np.int32(start)).reshape(2, 3)
             self.add(torch.from_numpy(array.copy()).clone(), array)
 
     def add(self, tensor, array, storage=None, counter=None):
@@ -214,7 +214,7 @@ class Program:
     def _copy(self, issue, name, x, y):
         source = y if y.array.shape == x.array.shape and y.storage != x.storage else None
         if source is None:
-            issue(lambda: x.tensor.copy_(torch.tensor(7.0)))
+            issue(lambda: x.tensor.copy_(torch.tensor(7)))
             x.array[...] = 7
         else:
             issue(lambda: x.tensor.copy_(source.tensor))
@@ -231,7 +231,7 @@ class Program:
         return [x]
 
     def _apart(self, issue, name, x, y):
-        alias = x.tensor.data if name == ".data" else torch.zeros(0).set_(x.tensor)
+        alias = x.tensor.data if name == ".data" else torch.zeros_like(x.tensor).set_(x.tensor)
         self.add(alias, x.array[...], x.storage)
         return []
 

@@ -127,7 +127,11 @@ class TrackingMode(_torch.QuietMode):
 
     def _run_subclass(self, step: Step | None, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         if step is not None and plan.writes:
-            return step(self, plan, op, args, kwargs)
+            before = [(t, version(t)) for _, t in written(plan, args, kwargs)]
+            out = step(self, plan, op, args, kwargs)
+            if plan.has_native_kernel and not plan.is_composite:
+                _count_once(plan, args, kwargs, before)
+            return out
         # The native kernel of detach asks for another detach of what the handler returned, so with
         # ADInplaceOrView on there would be no end to it.
         was = is_excluded(ADINPLACEORVIEW)
@@ -164,7 +168,8 @@ class TrackingMode(_torch.QuietMode):
         now = version(t) if not counted else was if was is None else was + 1
         place = place_of(user, in_handler, self.level > 1)
         facts = (plan.name, argument.name, place, self._thread, was, now)
-        if self.level:
+        # `set_` writes no byte, and by now t has the storage that it was set to.
+        if self.level and not plan.exchanges_storage:
             ledger.record(t, facts)
         if watching:
             note_write(t, watching.get(id(t), ()), plan, facts, counted)
@@ -227,6 +232,19 @@ def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: A
     for (argument, t), was in zip(writes, before, strict=True):
         mode.record(plan, argument, t, was, located, watching)
     return out
+
+
+def _count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int | None]]) -> None:
+    """Take one count back of a wrapper that shares its counter with what its handler wrote.
+
+    A jagged nested tensor is a view of its values: one write of the user moves one counter, once.
+    """
+    moved = [(t, was, now) for t, was in before if (now := version(t)) != was]
+    if moved:
+        due = 0 if locate(sys._getframe(2), plan, args, kwargs)[0] else 1
+        for t, was, now in moved:
+            if was is not None and now is not None and now - was > due:
+                _torch.set_version(t, now - 1)
 
 
 def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
