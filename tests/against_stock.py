@@ -106,10 +106,15 @@ def _read(attribute: Callable[[], Any]) -> Any:
         return str(error)
 
 
-def outcome(fn: Callable[[], Any]) -> str:
-    """The first line of the error that `fn` raises, or 'ok'."""
+def attempt(fn: Callable[[], Any]) -> Any:
+    """What `fn` returns, or the first line of the error that it raises."""
     try:
-        fn()
+        return fn()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return "ok"
+
+
+def outcome(fn: Callable[[], Any]) -> str:
+    """The first line of the error that `fn` raises, or "ok"."""
+    result = attempt(lambda: [fn()])
+    return result if isinstance(result, str) else "ok"
