@@ -254,12 +254,21 @@ def test_grad_fn_is_as_strided_of_the_geometry_at_once(make):
 def test_grad_fn_is_that_of_view_fn_at_once(make):
     base = torch.ones(2, 3, requires_grad=True) * 2
     view = make(base, lambda t: t[1])
-    ((replayed, _),) = view.grad_fn.next_functions  # behind an alias, until a write
-    assert replayed.name() == "SelectBackward0"
-    assert replayed.next_functions == ((base.grad_fn, 0),)
+    assert view.grad_fn.name() == "SelectBackward0"
+    assert view.grad_fn.next_functions == ((base.grad_fn, 0),)
     base.mul_(2)
     assert view.grad_fn.name() == "SelectBackward0"
     assert view.grad_fn.next_functions == ((base.grad_fn, 0),)
+
+
+@pytest.mark.parametrize("make", [OURS[1], OURS[3]], ids=lambda maker: maker.name)
+def test_grad_fn_goes_through_a_base_that_is_a_view(make):
+    """Behind an alias until a write, so that the base's own grad_fn stays in the path."""
+    base = (torch.ones(2, 3, requires_grad=True) * 2).view(3, 2)
+    view = make(base, lambda t: t[1])
+    ((replayed, _),) = view.grad_fn.next_functions
+    assert replayed.name() == "SelectBackward0"
+    assert replayed.next_functions == ((base.grad_fn, 0),)
 
 
 @our_makers

@@ -11,7 +11,8 @@ import torch
 
 from . import _torch
 from ._torch_dynamo import break_graph
-from .view import ViewFn, marks
+from .view import marks
+from .view_fn import ViewFn
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,7 +1,8 @@
-"""Whether a tensor may be marked as a view of another: what `mark_as_view` refuses, and how."""
+"""Whether a tensor may be marked as a view of another: what is refused, by us and by native."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,3 +95,25 @@ def metadata_message(t: torch.Tensor) -> str:
         f"mark_as_view: `t` ({brief(t)}) already carries autograd metadata: it {has}; "
         f"pass `t.detach()`, or mark it before autograd sees it"
     )
+
+
+def native(mark: Callable[..., None], t: torch.Tensor, *args: Any) -> None:
+    """Run a native marking of t, with native's refusal in our words."""
+    try:
+        mark(t, *args)
+    except RuntimeError as error:
+        raise refined(error, t) from None
+
+
+def refined(error: RuntimeError, t: torch.Tensor) -> RuntimeError:
+    """The error to raise for one of native's."""
+    if "autograd metadata" in str(error):
+        return AutogradMetadataError(metadata_message(t))
+    return error
+
+
+def propagated(base: torch.Tensor, creation_meta: Any) -> Any:
+    """Mirrors ``propagate_creation_meta`` of variable.h."""
+    inherited = _torch.creation_meta(base)
+    keeps = creation_meta is CreationMeta.DEFAULT or inherited is CreationMeta.INFERENCE_MODE
+    return inherited if keeps else creation_meta

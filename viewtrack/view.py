@@ -5,15 +5,12 @@ kernels mark a tensor that we choose; `_torch.py` tells how. Two things are done
 
 * as_strided alone cannot express a view of another dtype, or with another conj or neg bit, so such
   views are marked as as_strided of a native view that has them (`_relative`);
-* a view_fn is captured by a native ViewFunc, which native calls when it regenerates grad_fn
-  (``VariableHooks::grad_fn``), so not before a write; the first grad_fn is an alias's of view_fn's
-  result (`_torch.take_history`).
+* a view_fn is captured by a native ViewFunc (`view_fn.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,24 +28,24 @@ from ._torch import (
     torch_function_modes,
 )
 from ._torch_dynamo import break_graph
-from ._torch_view_fn import as_view_with_fn
-from .aliasing import brief, dims, shares_or_unknown, shares_storage
-from .errors import AliasingError, AutogradMetadataError, ViewTrackError
+from .aliasing import brief, shares_storage
+from .errors import AutogradMetadataError, ViewTrackError
 from .markable import (
     check_memory,
     check_metadata,
     check_tensors,
     checked_creation_meta,
     metadata_message,
+    native,
+    propagated,
+    refined,
 )
-
-ViewFn = Callable[[torch.Tensor], torch.Tensor]
+from .view_fn import WITHOUT_HISTORY, Replay, ViewFn, mark_with_fn
 
 _STRIDED = torch.strided
 _DEFAULT = CreationMeta.DEFAULT
 # Both leave __torch_function__ to torch.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_WITHOUT_HISTORY = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
         else:
             as_view_strided(t, base)
     except RuntimeError as error:
-        raise _refined(error, t) from None
+        raise refined(error, t) from None
 
 
 def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> None:
@@ -211,11 +208,11 @@ def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> No
         and t.is_conj() == base.is_conj()
         and t.is_neg() == base.is_neg()
     )
-    history = creation_meta not in _WITHOUT_HISTORY
+    history = creation_meta not in WITHOUT_HISTORY
     with _torch.above_autograd(), _torch.no_torch_function(), torch.set_grad_enabled(history):
         relative = base if plain else _relative(t, base)
-        final = _propagated(base, creation_meta)
-        _native(as_view_strided, t, relative)
+        final = propagated(base, creation_meta)
+        native(as_view_strided, t, relative)
         if _torch.creation_meta(t) is not final:
             _torch.set_creation_meta(t, final)
 
@@ -238,7 +235,7 @@ def _mark_other(
             if view_fn is None:
                 _mark_strided(t, relative, creation_meta)
             else:
-                _mark_with_fn(t, relative, _Replay(view_fn, t, base), creation_meta)
+                mark_with_fn(t, relative, Replay(view_fn, t, base), creation_meta)
     marks[t] = Mark(weakref.ref(base), is_bw, is_fw, view_fn)
 
 
@@ -264,98 +261,6 @@ def _aliased_tangents(
         tangent = have if have is not None else torch.zeros_like(base)
         offset = tangent.storage_offset() + t.storage_offset() - base.storage_offset()
         return tangent if have is None else None, tangent.as_strided(t.size(), t.stride(), offset)
-
-
-def _mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: _Replay, creation_meta: Any) -> None:
-    final = _propagated(base, creation_meta)
-    history = base.requires_grad and creation_meta not in _WITHOUT_HISTORY
-    if history:
-        # Now and not at the next read: check_inplace takes a view without grad_fn for a leaf, and
-        # register_hook on a stale one crashes. And first, while t is still untouched.
-        with _torch.above_autograd(), torch.enable_grad():
-            out = replay.checked(base)
-    _native(as_view_with_fn, t, base, replay)
-    if history:
-        with torch.enable_grad():
-            _torch.take_history(t, out)
-    if _torch.creation_meta(t) is not final:
-        _torch.set_creation_meta(t, final)
-
-
-class _Replay:
-    """A view_fn that is checked each time it is replayed on a base of the original shape."""
-
-    __slots__ = ("base_like", "like", "view_fn")
-
-    def __init__(self, view_fn: ViewFn, t: torch.Tensor, base: torch.Tensor) -> None:
-        self.view_fn = view_fn
-        self.like = (t.shape, t.dtype)
-        self.base_like = (base.shape, base.dtype)
-
-    def __call__(self, base: torch.Tensor) -> torch.Tensor:
-        out = self.checked(base)
-        if _torch.creation_meta(out) is not CreationMeta.IN_CUSTOM_FUNCTION:
-            return out
-        # Double backward through CopySlices writes to what it replayed, and native refuses that of
-        # a custom Function's view; a view marked as t was may be written.
-        view = out.detach()
-        as_view_with_fn(view, base, self)
-        if out.requires_grad:
-            _torch.take_history(view, out)
-        return view
-
-    def checked(self, base: torch.Tensor) -> torch.Tensor:
-        """view_fn's result, if it is a view such as the one that was marked."""
-        out = self.view_fn(base)
-        if not isinstance(out, torch.Tensor):
-            raise ViewTrackError(
-                f"{self._who()} returned {type(out).__name__}; it must return a tensor"
-            )
-        if (base.shape, base.dtype) == self.base_like and (out.shape, out.dtype) != self.like:
-            shape, dtype = self.like
-            raise ViewTrackError(
-                f"{self._who()} returned {brief(out)} where the view that was marked with it is "
-                f"{dtype}[{dims(shape)}]; return exactly that view of its argument"
-            )
-        if out is base or not shares_or_unknown(out, base):
-            raise AliasingError(
-                f"{self._who()} returned {'its argument' if out is base else 'a copy'}; it must "
-                f"return a new view of its argument (for the whole of it, `base.view_as(base)`)"
-            )
-        recorded = base.requires_grad and torch.is_grad_enabled() and not _torch.below_autograd()
-        if recorded and not out.requires_grad:
-            raise ViewTrackError(
-                f"{self._who()} returned a tensor that is cut off from its argument's gradient; "
-                f"leave out `detach()` and `no_grad`"
-            )
-        return out
-
-    def _who(self) -> str:
-        fn = self.view_fn
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        code = getattr(fn, "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-        return f"mark_as_view: view_fn `{name}`{where}"
-
-
-def _native(mark: Callable[..., None], t: torch.Tensor, *args: Any) -> None:
-    try:
-        mark(t, *args)
-    except RuntimeError as error:
-        raise _refined(error, t) from None
-
-
-def _refined(error: RuntimeError, t: torch.Tensor) -> RuntimeError:
-    if "autograd metadata" in str(error):
-        return AutogradMetadataError(metadata_message(t))
-    return error
-
-
-def _propagated(base: torch.Tensor, creation_meta: Any) -> Any:
-    """Mirrors ``propagate_creation_meta`` of variable.h."""
-    inherited = _torch.creation_meta(base)
-    keeps = creation_meta is CreationMeta.DEFAULT or inherited is CreationMeta.INFERENCE_MODE
-    return inherited if keeps else creation_meta
 
 
 def _relative(t: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

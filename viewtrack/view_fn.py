@@ -1,0 +1,140 @@
+"""A Python view_fn behind a marked view, replayed by the native engine.
+
+A native ViewFunc captures it (`_torch_view_fn.py`), and native calls that when it regenerates
+grad_fn (``VariableHooks::grad_fn``). To have the first grad_fn made so too, the view is marked
+while base's counter is far away, and counts as out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _torch
+from ._torch import CreationMeta
+from ._torch_view_fn import as_view_with_fn
+from .aliasing import brief, dims, shares_or_unknown
+from .errors import AliasingError, ViewTrackError
+from .markable import native, propagated
+
+ViewFn = Callable[[torch.Tensor], torch.Tensor]
+
+WITHOUT_HISTORY = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
+"""Views made in these modes have no grad_fn."""
+
+# A counter is set to this while a view is marked that is to count as stale. Not to one more than it
+# has: one write later the view would count as fresh, without grad_fn, and lose its gradient.
+_FAR_AWAY = 2**31 - 1
+
+
+def mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: Replay, creation_meta: Any) -> None:
+    """Mark t as a view of base that `replay` makes."""
+    final = propagated(base, creation_meta)
+    history = base.requires_grad and creation_meta not in WITHOUT_HISTORY
+    out = None
+    if history:
+        # Now and not at the next read: check_inplace takes a view without grad_fn for a leaf, and
+        # register_hook on a stale one crashes. And first, while t is still untouched.
+        with _torch.above_autograd(), torch.enable_grad():
+            out = replay.checked(base)
+    if out is None or base._is_view():
+        native(as_view_with_fn, t, base, replay)
+    else:
+        _mark_stale(t, base, replay)
+    if out is not None:
+        with torch.enable_grad():
+            _take_grad_fn(t, base, replay, out)
+    if _torch.creation_meta(t) is not final:
+        _torch.set_creation_meta(t, final)
+
+
+def _mark_stale(t: torch.Tensor, base: torch.Tensor, replay: Replay) -> None:
+    """Mark t so that native takes its grad_fn for out of date, and makes it anew when asked."""
+    version = base._version
+    _torch.set_version(base, _FAR_AWAY)
+    try:
+        with torch.enable_grad():  # for CreationMeta.DEFAULT: native regenerates under no other
+            native(as_view_with_fn, t, base, replay)
+    finally:
+        _torch.set_version(base, version)
+    if _torch.creation_meta(t) is not CreationMeta.DEFAULT:  # under inference mode
+        _torch.set_creation_meta(t, CreationMeta.DEFAULT)
+
+
+def _take_grad_fn(t: torch.Tensor, base: torch.Tensor, replay: Replay, out: torch.Tensor) -> None:
+    """Give t the grad_fn of `out`, which is view_fn's result for base.
+
+    Where base is a view itself, regenerating would replay from the root and lose what base's own
+    grad_fn does besides; there t gets an alias's, on top of out's.
+    """
+    if base._is_view():
+        _torch.take_history(t, out)
+        return
+    replay.ready = out
+    try:
+        with _torch.above_autograd():
+            _ = t.grad_fn
+    finally:
+        replay.ready = None
+
+
+class Replay:
+    """A view_fn that is checked each time it is replayed on a base of the original shape."""
+
+    __slots__ = ("base_like", "like", "ready", "view_fn")
+
+    def __init__(self, view_fn: ViewFn, t: torch.Tensor, base: torch.Tensor) -> None:
+        self.view_fn = view_fn
+        self.ready: torch.Tensor | None = None
+        self.like = (t.shape, t.dtype)
+        self.base_like = (base.shape, base.dtype)
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        """What native is to take for the view: a result that may be written."""
+        if self.ready is not None:
+            return self.ready
+        out = self.checked(base)
+        if _torch.creation_meta(out) is not CreationMeta.IN_CUSTOM_FUNCTION:
+            return out
+        # Double backward through CopySlices writes to what it replayed, and native refuses that of
+        # a custom Function's view; a view marked as t was may be written.
+        view = out.detach()
+        as_view_with_fn(view, base, self)
+        if out.requires_grad:
+            _torch.take_history(view, out)
+        return view
+
+    def checked(self, base: torch.Tensor) -> torch.Tensor:
+        """view_fn's result, if it is a view such as the one that was marked."""
+        out = self.view_fn(base)
+        if not isinstance(out, torch.Tensor):
+            raise ViewTrackError(
+                f"{self._who()} returned {type(out).__name__}; it must return a tensor"
+            )
+        if (base.shape, base.dtype) == self.base_like and (out.shape, out.dtype) != self.like:
+            shape, dtype = self.like
+            raise ViewTrackError(
+                f"{self._who()} returned {brief(out)} where the view that was marked with it is "
+                f"{dtype}[{dims(shape)}]; return exactly that view of its argument"
+            )
+        if out is base or not shares_or_unknown(out, base):
+            raise AliasingError(
+                f"{self._who()} returned {'its argument' if out is base else 'a copy'}; it must "
+                f"return a new view of its argument (for the whole of it, `base.view_as(base)`)"
+            )
+        recorded = base.requires_grad and torch.is_grad_enabled() and not _torch.below_autograd()
+        if recorded and not out.requires_grad:
+            raise ViewTrackError(
+                f"{self._who()} returned a tensor that is cut off from its argument's gradient; "
+                f"leave out `detach()` and `no_grad`"
+            )
+        return out
+
+    def _who(self) -> str:
+        fn = self.view_fn
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        code = getattr(fn, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"mark_as_view: view_fn `{name}`{where}"
