@@ -26,6 +26,11 @@ EXCEPTIONS = [
         "reshape of a wrapper goes by view and not by _reshape_alias",
     ),
     (
+        r"addbmm in-place on a view",
+        r"grad(\[\d+\])?",
+        "on stock torch backward through a view that the op has grown fails, by as_strided",
+    ),
+    (
         r"tensor_split",
         r".*",
         "reads a tensor of indices in C++, which says that a wrapper has no memory",
@@ -41,12 +46,12 @@ EXCEPTIONS = [
         "torch makes the result without writing it in place if any tensor is of a subclass",
     ),
     (
-        r"linalg\.eigh?|prod|cumprod|linalg\.(cond|norm.*|svdvals|matrix_norm)|norm\.nuc.*",
+        r"linalg\.eigh?|prod|cumprod|masked_fill|linalg\.(cond|norm.*|svdvals|matrix_norm)|norm\.nuc.*",
         r"grad(\[\d+\])?|\w+\[\d+\]\.value",
         "torch takes another formula, or leaves out a check of values, for a subclass",
     ),
     (
-        r"sparse\..*",
+        r"sparse\..*|to_sparse",
         r"\w+\[\d+\]\.stride",
         "a wrapper shows strides where a compressed sparse tensor refuses to",
     ),
@@ -78,7 +83,7 @@ def why(call, difference):
     op = call.name.split("[")[0]
     name = f"{op} {call.variant}"
     what = difference.what
-    if str(difference.expected).startswith("ReshapeAlias"):
+    if "ReshapeAlias" in str(difference.expected):
         what += ": ReshapeAliasBackward0"
     for ops, whats, reason in EXCEPTIONS:
         if (re.fullmatch(ops, op) or re.fullmatch(ops, name)) and re.fullmatch(whats, what):

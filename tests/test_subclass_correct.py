@@ -208,6 +208,16 @@ def test_an_in_place_metadata_op_changes_the_wrapper_too(name, wrapper):
         )
         assert t.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
     assert w._version == w.e._version == plain._version
+    assert aliases(w.detach(), w)
+
+
+def test_an_in_place_op_that_grows_a_view_grows_its_base_s_storage(wrapper):
+    w = wrapper(torch.zeros(2))
+    v = w.view(2)
+    v.resize_(8)
+    assert aliases(v, w)
+    assert w.untyped_storage().nbytes() == w.e.untyped_storage().nbytes() == 32
+    assert aliases(v.view(2, 4), w)
 
 
 # Functional ops, and ops that are no ops on tensors.

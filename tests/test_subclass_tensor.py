@@ -142,6 +142,13 @@ def test_a_write_moves_both_counters_as_far_as_a_plain_one(write):
     assert (w.shape, w.stride()) == (w.unwrap().shape, w.unwrap().stride())
 
 
+def test_an_in_place_op_that_grows_its_argument_grows_the_wrapper():
+    w = TrackedTensor(torch.ones(1))
+    assert w.addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5)) is w
+    assert w.shape == w.unwrap().shape == (3, 5)
+    assert w.view(15)[0].item() == 9
+
+
 def test_a_write_to_a_plain_argument_counts_once():
     w, plain = six(), torch.zeros(2, 3)
     assert plain.copy_(w) is plain

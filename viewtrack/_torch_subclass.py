@@ -84,3 +84,17 @@ def run_metadata_op(func: OpOverload, args: Any, kwargs: Any) -> None:
             func(*args, **kwargs)
         finally:
             _C._set_meta_in_tls_dispatch_include(was)
+
+
+def grow_storage(t: torch.Tensor, numel: int) -> None:
+    """Give the wrapper t, and its base, a storage of at least so many elements after its offset.
+
+    The Meta kernels would move a storage that grows to the meta device, and then no view could be
+    made of t any more.
+    """
+    needed = (t.storage_offset() + numel) * t.element_size()
+    if needed > t.untyped_storage().nbytes():
+        blank = make_wrapper(type(t), (0,), dtype=t.dtype, device=t.device, storage_size=needed)
+        point_storage(t, blank)
+        if t._base is not None:
+            point_storage(t._base, blank)

@@ -8,6 +8,7 @@ mistake with an error that names it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from .counters import (
     counted_above,
     counted_natively,
     increment,
+    moves_counters_itself,
     share_inner_counters,
 )
 from .kinds import is_wrapper, kind_of, parts_of, shares_counters
@@ -218,7 +220,10 @@ def _write_to_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> 
     if not args:
         return _write(plan, func, args, kwargs, out)
     arg = args[0]
-    if kind_of(type(arg)).is_wrapper:
+    kind = kind_of(type(arg))
+    if kind.counts_itself:
+        _follow_resize(arg, out)  # addbmm_ grows its argument, for one
+    elif kind.is_wrapper:
         count_inner_write(arg)
     return arg
 
@@ -241,7 +246,7 @@ def _count(plan: Plan, args: Any, kwargs: Any) -> None:
     """Move the counters of written wrappers' inner tensors, and their own where no kernel will."""
     for t in _wrappers(counted_above(plan), args, kwargs):
         count_inner_write(t)
-    if not plan.has_native_kernel and _moves_counters(plan):
+    if moves_counters_itself(plan):
         for t in _wrappers(plan.writes, args, kwargs):
             count_inner_write(t)
             if not kind_of(type(t)).counts_itself:
@@ -250,16 +255,6 @@ def _count(plan: Plan, args: Any, kwargs: Any) -> None:
 
 def _wrappers(arguments: tuple[Argument, ...], args: Any, kwargs: Any) -> list[Any]:
     return [t for a in arguments for t in a.tensors(args, kwargs) if is_wrapper(t)]
-
-
-def _moves_counters(plan: Plan) -> bool:
-    """Whether an op without an ADInplaceOrView kernel moves counters on stock torch.
-
-    Foreach and custom ops do, by the ops that they are made of. Fused optimizers do not, nor does
-    batch norm for its running statistics, which it saves.
-    """
-    foreign = not (plan.is_aten or plan.is_composite)
-    return foreign or plan.qualified.startswith("aten::_foreach_")
 
 
 def _with_arguments(plan: Plan, args: Any, kwargs: Any, outs: Any) -> Any:
@@ -281,15 +276,17 @@ def _with_arguments(plan: Plan, args: Any, kwargs: Any, outs: Any) -> Any:
 
 
 def _follow_resize(arg: Any, out: Any) -> None:
-    """Give an out= wrapper the geometry of the result that replaces it, if that was resized."""
+    """Give a written wrapper the geometry of the result that it stands for, if that was resized."""
     if out is arg or type(out) is not type(arg) or not is_wrapper(arg):
         return
     if out.shape != arg.shape:
+        _torch_subclass.grow_storage(arg, out.numel())
         _torch_subclass.run_metadata_op(_RESIZE, (arg, out.shape), {})
         _torch_subclass.run_metadata_op(_AS_STRIDED, (arg, out.shape, out.stride(), 0), {})
 
 
 _RESIZE = torch.ops.aten.resize_.default
+_RESIZE_AS = torch.ops.aten.resize_as_.default
 _AS_STRIDED = torch.ops.aten.as_strided_.default
 
 
@@ -297,6 +294,10 @@ def _change_metadata(func: Any, args: Any, kwargs: Any, t: Any) -> None:
     """Do to the wrapper's sizes, strides and storage what the op did to the inner tensor's."""
     if _torch_subclass.asks_handler_for_sizes(t):
         return
+    if func is _RESIZE:
+        _torch_subclass.grow_storage(t, math.prod(args[1]))
+    elif func is _RESIZE_AS:
+        _torch_subclass.grow_storage(t, args[1].numel())
     if func is _SET_NOTHING:
         _torch_subclass.run_metadata_op(_RESIZE, (t, (0,)), {})
         _torch_subclass.run_metadata_op(_AS_STRIDED, (t, (0,), (1,), 0), {})

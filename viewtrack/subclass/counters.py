@@ -32,6 +32,17 @@ def counted_above(plan: Plan) -> tuple[Argument, ...]:
     return plan.writes
 
 
+def moves_counters_itself(plan: Plan) -> bool:
+    """Whether an op without an ADInplaceOrView kernel moves counters on stock torch.
+
+    Foreach and custom ops do, by the ops that they are made of. Fused optimizers do not, nor does
+    batch norm for its running statistics, which it saves.
+    """
+    if plan.has_native_kernel or plan.is_composite:
+        return False
+    return not plan.is_aten or plan.qualified.startswith("aten::_foreach_")
+
+
 def counted_natively() -> bool:
     """Whether the inner ops of the handler that asks were counted as they ran."""
     if _torch.mode_stack_len() and any(

@@ -6,8 +6,9 @@ depends on the op, in the way of `tracking.py`:
 * views and composite ops run with ADInplaceOrView on, so inner views share inner counters;
 * a write that the kernel above the wrapper counts runs as it is, and the inner counter is moved by
   one: running it with ADInplaceOrView on would count a plain argument twice;
-* any other write runs with ADInplaceOrView on, and the wrapper's counter is moved as far as the
-  inner one moved.
+* foreach, custom and composite ops run with ADInplaceOrView on, and the wrapper's counter is moved
+  as far as the inner one moved;
+* any other write moves no counter on stock torch (batch norm's running statistics) and none here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .. import _torch_subclass
 from .._torch import OpOverload
 from ..info import version
 from ..plan import Argument, plan_of
-from .counters import RESIZES, counted_above, increment
+from .counters import RESIZES, counted_above, increment, moves_counters_itself
 from .kinds import kind_of, parts_of
 
 
@@ -35,7 +36,7 @@ def run_counted(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any]
     rest = tuple(a for a in plan.writes if a not in counted)
     above, below = _wrappers(counted, args, kwargs), _wrappers(rest, args, kwargs)
     before = {id(t): (version(t), _versions(t)) for t in above + below}
-    with _torch_subclass.as_below_autograd(not counted):
+    with _torch_subclass.as_below_autograd(plan.is_composite or moves_counters_itself(plan)):
         out = run(func, args, kwargs)
     for t in above:
         if not (plan.qualified in RESIZES and t.size() == t.unwrap().size()):

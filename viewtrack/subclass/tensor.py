@@ -121,7 +121,9 @@ class TrackedTensor(torch.Tensor):
 
         def wrap(t: torch.Tensor) -> torch.Tensor:
             same = known.get(id(t))
-            return model.like(_without_metadata(t)) if same is None else same
+            if same is None or (same is not t and same.size() != t.size()):  # resized by out=
+                return model.like(_without_metadata(t))
+            return same
 
         return _torch.tree_map_only(torch.Tensor, wrap, out)
 
