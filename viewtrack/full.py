@@ -197,14 +197,15 @@ _everywhere: weakref.WeakSet[FullViews] = weakref.WeakSet()
 def _mark_natively(note: _Note) -> None:
     plan = plan_of(note.func)
     given = list(_tensors((note.args, note.kwargs)))
-    if any(_base_of(t, given) is None or t._is_view() for t in note.living()):
+    living = note.living()
+    if not living or any(_base_of(t, given) is None or t._is_view() for t in living):
         return  # pointed elsewhere meanwhile, by `set_` or `.data =`; or marked by somebody else
     if not plan.has_native_kernel or plan.is_composite:
-        for t in note.living():
+        for t in living:
             mark_as_view(t, _base_of(t, given))  # type: ignore[arg-type]
         return
     if note.spares is None:
-        answer: Any = note.living()[0]
+        answer: Any = living[0]
     else:
         pairs = zip(note.views, note.spares, strict=True)
         answer = [spare if (view := ref()) is None else view for ref, spare in pairs]

@@ -40,9 +40,9 @@ def start(mode: TrackingMode) -> None:
 def stop(mode: TrackingMode) -> None:
     """Mark what was noted, and end."""
     views, _here.views = _here.views, None
-    _patch.release()
-    delattr(mode, _HANDLER)
     if views is not None:
+        vars(mode).pop(_HANDLER, None)
+        _patch.release()
         views.settle()
 
 

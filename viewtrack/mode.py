@@ -122,10 +122,12 @@ class _Active(threading.local):
             if self.trackers[index] is tracker:
                 del self.trackers[index]
                 break
-        self._update()
-        if not self.trackers:
-            self.mode.__exit__(None, None, None)
-            self._on_leaving.close()
+        try:
+            self._update()
+        finally:
+            if not self.trackers:
+                self.mode.__exit__(None, None, None)
+                self._on_leaving.close()
 
     def found_alias(self, op: str, site: Site) -> None:
         """Tell the trackers of an op that returned memory of its argument undeclared."""
