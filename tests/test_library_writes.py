@@ -367,3 +367,104 @@ def test_writes_are_recorded_by_track():
         raw_zero_(x)
     assert tracker.undeclared_aliases == {}
     assert vt.storage_version(x) == 1
+
+
+@contexts
+def test_a_body_that_has_nothing_to_do_leaves_the_gradient(context):
+    @library.inplace_op(fresh("(Tensor(a!) x, int[] rows) -> Tensor(a!)"))
+    def double_rows(x, rows):
+        for row in rows:
+            x[row].mul_(2)
+        return x
+
+    with context():
+        leaf = torch.ones(3, requires_grad=True)
+        x = leaf * 1
+        double_rows(x, [])
+        double_rows(x, [1])
+        assert x._version == 2
+        x.sum().backward()
+    assert leaf.grad.tolist() == [1, 2, 1]
+
+
+def test_a_write_through_data_raises_in_backward():
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), _through_data)
+    x = torch.ones(3, requires_grad=True) * 1
+    op(x)
+    assert x._version == 1
+    with pytest.raises(ViewTrackError, match="register_autograd"):
+        x.sum().backward()
+
+
+def _through_data(x):
+    x.data.mul_(2)
+    return x
+
+
+def test_a_new_tensor_that_the_body_detaches_needs_no_gradient():
+    op = library.op(fresh("(Tensor x) -> (Tensor, Tensor)"), lambda x: (x * 2, x.detach().amax()))
+    leaf = torch.ones(3, requires_grad=True)
+    doubled, largest = op(leaf)
+    assert not largest.requires_grad
+    (doubled / largest).sum().backward()
+    assert leaf.grad.tolist() == [2] * 3
+
+
+def test_a_raw_new_tensor_raises_in_backward():
+    op = library.op(
+        fresh("(Tensor x) -> Tensor"), lambda x: torch.from_numpy(x.detach().numpy() * 2)
+    )
+    out = op(torch.ones(3, requires_grad=True))
+    with pytest.raises(ViewTrackError, match=r"output 0.*register_autograd"):
+        out.sum().backward()
+
+
+def test_conjugated_arguments():
+    leaf = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+    native = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+    for op, x in ((axpy_, leaf), (lambda x, y: x.add_(y), native)):
+        base = x * 1
+        op(base.conj(), (x * 2j).conj())
+        (base * base.conj()).real.sum().backward()
+    torch.testing.assert_close(leaf.grad, native.grad)
+
+
+@pytest.mark.parametrize("given", [None, []])
+def test_an_optional_list_that_is_left_out(given):
+    @library.inplace_op(fresh("(Tensor x, Tensor(a!)[]? outs) -> ()"))
+    def store(x, outs):
+        for out in outs or ():
+            out.copy_(x)
+
+    store(torch.ones(2), given)
+    outs = [torch.zeros(2), torch.zeros(2)]
+    store(torch.ones(2), outs)
+    assert [(t._version, t.sum().item()) for t in outs] == [(1, 2), (1, 2)]
+
+
+def test_a_formula_with_a_tensor_that_is_passed_by_name_only():
+    @library.inplace_op(fresh("(Tensor(a!) x, *, Tensor w, float k=1.0) -> Tensor(a!)"))
+    def scale(x, *, w, k):
+        x.detach().numpy()[...] *= w.item() * k
+        return x
+
+    def setup_context(ctx, inputs, keyword_only_inputs, output):
+        ctx.k = keyword_only_inputs["k"]
+        ctx.save_for_backward(keyword_only_inputs["w"], output)
+
+    def backward(ctx, grad):
+        w, output = ctx.saved_tensors
+        return grad * w * ctx.k, (grad * output / w).sum(), None
+
+    scale.register_autograd(backward, setup_context=setup_context)
+    leaf, w = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    scale(leaf * 1, w=w, k=2.0).sum().backward()
+    assert leaf.grad.tolist() == [6, 6]
+    assert w.grad == 4
+
+
+def test_a_formula_that_returns_too_few_gradients():
+    op = library.inplace_op(fresh("(Tensor(a!) x, float k) -> Tensor(a!)"), _scale)
+    op.register_autograd(lambda ctx, grad: grad * 3)
+    with pytest.raises(ViewTrackError, match=r"returned 1 values.*2 arguments"):
+        op(torch.ones(2, requires_grad=True) * 1, 3.0).sum().backward()

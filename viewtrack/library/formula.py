@@ -247,8 +247,8 @@ class _Pass:
         by_argument = result if isinstance(result, tuple) else (result,)
         if len(by_argument) not in (count, positional):
             raise ViewTrackError(
-                f"the backward of `{spec.name}` returned {len(by_argument)} gradients; return one "
-                f"for each of its {count} arguments, None for those that have none"
+                f"the backward of `{spec.name}` returned {len(by_argument)} values; return one "
+                f"gradient for each of its {count} arguments, None for those that have none"
             )
         flat: list[Any] = []
         for argument in spec.plan.arguments:

@@ -12,7 +12,7 @@ from .._torch import CreationMeta
 from ..errors import AliasingError, ViewTrackError
 from ..view import mark_as_view
 from .call import Call, put
-from .inspection import inspected
+from .inspection import does_nothing, inspected
 from .relations import base_of, is_marked, is_wrapper
 from .spec import Leaf, Spec
 
@@ -183,6 +183,9 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
         if out.requires_grad:
             _torch_library.set_history(leaf.t, out)
             return
+    traits = inspected(spec, call.tensors, call.args, call.kwargs)
+    if not spec.opaque and traits.untraceable is None:
+        return  # autograd saw all of the body, and the output does not depend on what requires grad
     ghost = _underivable(call, str(leaf), leaf.t)
     _torch_library.set_history(leaf.t, ghost.expand(leaf.t.shape))
 
@@ -196,8 +199,14 @@ def _settle_writes(call: Call, histories: list[Any]) -> None:
             continue
         if call.ran_inside and counted and not t.requires_grad:
             continue  # what the body wrote there does not depend on what requires grad
+        if call.ran_inside and not counted and _does_nothing(call):
+            continue
         ghost = _underivable(call, f"argument `{argument.name}`", t)
         _torch_library.rebase_history(t, ghost)
+
+
+def _does_nothing(call: Call) -> bool:
+    return does_nothing(call.spec, call.tensors, call.args, call.kwargs)
 
 
 def _is_floating(t: torch.Tensor) -> bool:

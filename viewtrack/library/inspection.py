@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .. import _torch_library
+from .. import _torch, _torch_library
+from ..plan import plan_of
 from .relations import base_of_output, is_marked
 from .spec import Spec
 
@@ -42,40 +43,100 @@ def inspected(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -
     """What the body is like, found out at the first call with such arguments."""
     traits = _known.get(spec)
     if traits is None:
-        traits = _known[spec] = Traits()
-        thread = threading.Thread(target=_try, args=(spec, traits, tensors, args, kwargs))
-        thread.start()
-        thread.join()
+        trial = _Trial(spec, tensors, args, kwargs)
+        traits = trial.traits()
+        if trial.is_conclusive:
+            _known[spec] = traits
     return traits
 
 
-def _try(spec: Spec, traits: Traits, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
-    mode, fakes = _torch_library.fake_like(tensors)
-    stand_ins = {id(t): fake for t, fake in zip(tensors, fakes, strict=True)}
+def does_nothing(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+    """Whether the body, called like this, surely writes none of its arguments.
 
-    def swap(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [swap(v) for v in value]
-        if isinstance(value, torch.Tensor):
-            return stand_ins[id(value)]
-        return _torch_library.hint(value)
+    A raw kernel may do so unseen, and an op on ``x.data`` unseen by autograd; neither is sure.
+    """
+    trial = _Trial(spec, tensors, args, kwargs)
+    return trial.error is None and not trial.has_written
 
-    args, kwargs = tuple(map(swap, args)), {k: swap(v) for k, v in kwargs.items()}
-    try:
-        with mode:
-            out = spec.run_body(args, kwargs)
-    except Exception as error:
-        if spec.is_trivial or _is_about_memory(error):
-            traits.untraceable = error
-            log.info("the body of %s (%s) cannot be traced, so it is opaque to compilers: %s",
-                     spec.name, spec.where, error)  # fmt: skip
-        else:
-            _known.pop(spec, None)  # the call is wrong, and will say so itself
-        return
-    for leaf in spec.leaves(out):
-        if leaf.index in spec.views:
-            base = base_of_output(spec, leaf, args, kwargs)
-            traits.hides_views |= base is not None and not is_marked(leaf.t, base)
+
+class _Trial:
+    """One run of the body on fake tensors."""
+
+    def __init__(self, spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        self.spec = spec
+        self.error: Exception | None = None
+        self.has_written = False
+        self._out: Any = None
+        self._tensors = tensors
+        self._given = (args, kwargs)
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        thread.join()
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the error, if any, is due to the body and not to a call that makes no sense."""
+        return self.error is None or self.spec.is_trivial or _is_about_memory(self.error)
+
+    def traits(self) -> Traits:
+        """What this run tells of the body."""
+        spec = self.spec
+        if self.error is None:
+            return Traits(None, self._hides_views())
+        if not self.is_conclusive:
+            return Traits()
+        log.info(
+            "the body of %s (%s) cannot be traced, so it is opaque to compilers: %s",
+            spec.name,
+            spec.where,
+            self.error,
+        )
+        return Traits(self.error)
+
+    def _hides_views(self) -> bool:
+        args, kwargs = self._given
+        leaves = [leaf for leaf in self.spec.leaves(self._out) if leaf.index in self.spec.views]
+        pairs = [(leaf.t, base_of_output(self.spec, leaf, args, kwargs)) for leaf in leaves]
+        return any(base is not None and not is_marked(t, base) for t, base in pairs)
+
+    def _run(self) -> None:
+        mode, fakes = _torch_library.fake_like(self._tensors)
+        stand_ins = {id(t): fake for t, fake in zip(self._tensors, fakes, strict=True)}
+        self._given = _swapped(self._given, stand_ins)
+        args, kwargs = self._given
+        storages = {fake.untyped_storage()._cdata for fake in fakes}
+        try:
+            with mode, _Writes(storages) as writes:
+                self._out = self.spec.run_body(args, kwargs)
+            self.has_written = writes.found
+        except Exception as error:
+            self.error = error
+
+
+class _Writes(_torch.QuietMode):
+    """Notices any write to some storages."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument in plan_of(func).writes:
+            for t in argument.tensors(args, kwargs):
+                self.found |= t.untyped_storage()._cdata in self.storages
+        return func(*args, **kwargs)
+
+
+def _swapped(value: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_swapped(v, stand_ins) for v in value)
+    if isinstance(value, dict):
+        return {key: _swapped(v, stand_ins) for key, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        return stand_ins[id(value)]
+    return _torch_library.hint(value)
 
 
 def _is_about_memory(error: Exception) -> bool:

@@ -32,14 +32,14 @@ def looks_through(
         return spec.formula is None and not spec.opaque
     if any(_torch_library.is_functional(t) for t in tensors):
         return spec.formula is None and not is_opaque(spec, tensors, args, kwargs)
-    # Outputs that are no views can get the history that autograd records in no other way where a
-    # handler of a subclass stands between.
+    # Outputs that are no views get the history that autograd records in no other way where a
+    # subclass's handler, or a fallback that resolves conj bits, hands the body other tensors.
+    changed = any(is_wrapper(t) or t.is_conj() or t.is_neg() for t in tensors)
     return (
         needs
+        and changed
         and not spec.only_views
         and spec.formula is None
-        and not spec.opaque
-        and any(is_wrapper(t) for t in tensors)
         and not is_opaque(spec, tensors, args, kwargs)
     )
 
