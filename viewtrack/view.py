@@ -23,7 +23,6 @@ from ._torch import (
     AUTOGRAD,
     CreationMeta,
     as_view_strided,
-    is_alias_of,
     is_excluded,
     torch_function_modes,
 )
@@ -178,8 +177,8 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
             and base.layout is _STRIDED
             and not (t.is_conj() or t.is_neg() or base.is_conj() or base.is_neg())
             and not (t.is_inference() or base.is_inference())
-            and is_alias_of(t, base)
-            and (t.storage_offset() + t.numel()) * t.itemsize <= t.untyped_storage().nbytes()
+            and (storage := t.untyped_storage()) is base.untyped_storage()
+            and (t.storage_offset() + t.numel()) * t.itemsize <= storage.nbytes()
             and not torch_function_modes()
         )
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested
