@@ -262,6 +262,32 @@ def lstsq_gradient(x):
     return torch.view_as_real(gradient).mul(99).round()
 
 
+MODES_OF_AUTOGRAD = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("guard", MODES_OF_AUTOGRAD.values(), ids=MODES_OF_AUTOGRAD.keys())
+@pytest.mark.parametrize(
+    ("fn", "variant"),
+    [
+        *LIBRARY_OPS.values(),
+        (lambda x: x.view(2, 2), "function"),
+        (lambda x: x.chunk(2), "function"),
+        (lambda x: x.unflatten(0, (2, 2)), "function"),
+        (lambda x: x.narrow(0, 1, 2), "function"),
+        (lambda x: x.detach(), "function"),
+        (lambda x: torch.dropout_(x, 0.5, True), "in-place"),
+        (lambda x: torch._foreach_add_([x], 1), "in-place on a view"),
+        (lambda x: torch.zeros(4).view(2, 2).add_(1), "function"),
+    ],
+)
+def test_without_grad_and_in_inference_mode(guard, fn, variant):
+    def guarded(x):
+        with guard():
+            return fn(x)
+
+    assert compare(guarded, (leaf(),), variant=variant) == []
+
+
 CONJUGATED = {
     "pinv": torch.linalg.pinv,
     "pinverse": torch.pinverse,

@@ -1,25 +1,7 @@
 """The dispatch mode at the bottom of the stack that `track` puts there.
 
-It sees every op that user code, another mode's handler or a subclass's handler issues. What it does
-with one depends on the op's plan:
-
-* a functional op goes straight through;
-* a view op runs with ADInplaceOrView on, so the result shares its base's counter; then it is
-  detached under the same guard, which keeps the counter and drops the metadata: a native kernel
-  above marks what it is handed, and refuses a tensor that carries metadata already;
-* a write whose op has an ADInplaceOrView kernel goes as it is where it comes from above autograd
-  (the kernel up there counts it), and runs with ADInplaceOrView on where a handler issued it;
-* a write whose op has none, and any composite op, runs with ADInplaceOrView on, unless a handler
-  does by it what it was given and a kernel above counts that. Then it moves the counters that its
-  inner ops move, which is what happens on stock torch without any mode. Bumping what the schema
-  declares instead would be wrong: ``_native_batch_norm_legit`` saves the running statistics that it
-  then updates;
-* an op of someone else's without an Autograd kernel goes back above autograd where it came from
-  there, since stock torch records what its kernel calls; under a mode its gradient is lost.
-
-The dispatcher excludes ADInplaceOrView before it calls a handler, so a guard needs not read what
-was. `aten.detach` is the exception: C++ also calls the handler for it directly, when it makes a
-shallow copy of a tensor, and gives the copy its counter itself.
+It sees every op that user code, another mode's handler or a subclass's handler issues, and hands it
+to the step that its plan asks for (`steps.py`).
 """
 
 from __future__ import annotations
@@ -29,39 +11,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from . import _torch
-from ._torch import (
-    ADINPLACEORVIEW,
-    CONJUGATE,
-    NEGATIVE,
-    TensorBase,
-    is_excluded,
-    set_excluded,
-)
-from ._torch_kernels import composite_kernel
+from ._torch import ADINPLACEORVIEW, is_excluded, set_excluded
 from .info import version
 from .ledger import ledger
-from .operands import (
-    first_tensor,
-    is_complex,
-    is_wrapper,
-    join_views,
-    joinable,
-    only_plain,
-    stripped,
-    undeclared,
-    written,
-)
-from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
+from .operands import first_tensor, join_views, only_plain, written
+from .plan import Argument, Plan
 from .site import Site, issued_in_handler, locate, place_of, site_at
-from .watch import Watching, note_write, watched, watches_reached
+from .steps import Step, choose, chosen
+from .steps import step_for as step_for
+from .watch import Watching, note_write
 
-Step = Callable[["TrackingMode", Plan, Any, Any, Any], Any]
-
-_detach = TensorBase.detach
-_VIEW = torch.ops.aten.view.default._op
 _mode_stack_len = _torch.mode_stack_len
 
 
@@ -94,9 +54,9 @@ class TrackingMode(_torch.QuietMode):
         except AttributeError:  # a higher-order operator
             return func(*args, **(kwargs or {}))
         try:
-            step, plan = _steps[op]
+            step, plan = chosen[op]
         except KeyError:
-            step, plan = _steps[op] = _choose(func)
+            step, plan = chosen[op] = choose(func)
         if types and not only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
         if step is None:
@@ -130,7 +90,7 @@ class TrackingMode(_torch.QuietMode):
             before = [(t, version(t)) for _, t in written(plan, args, kwargs)]
             out = step(self, plan, op, args, kwargs)
             if plan.has_native_kernel and not plan.is_composite:
-                _count_once(plan, args, kwargs, before)
+                count_once(plan, args, kwargs, before)
             return out
         # The native kernel of detach asks for another detach of what the handler returned, so with
         # ADInplaceOrView on there would be no end to it.
@@ -175,66 +135,7 @@ class TrackingMode(_torch.QuietMode):
             note_write(t, watching.get(id(t), ()), plan, facts, counted)
 
 
-# ------------------------------------------------------------------------------ steps
-
-
-def _view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    set_excluded(ADINPLACEORVIEW, False)
-    try:
-        out = op(*args, **kwargs) if kwargs else op(*args)
-        if type(out) is torch.Tensor:
-            return _detach(out) if out._is_view() else out
-        return [_detach(t) if t._is_view() else t for t in out]
-    finally:
-        set_excluded(ADINPLACEORVIEW, True)
-
-
-def _detach_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    if not is_excluded(ADINPLACEORVIEW):
-        return op(*args, **kwargs)
-    return _view(mode, plan, op, args, kwargs)
-
-
-def _guarded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the op with ADInplaceOrView on."""
-    set_excluded(ADINPLACEORVIEW, False)
-    try:
-        return stripped(op(*args, **kwargs), args)
-    finally:
-        set_excluded(ADINPLACEORVIEW, True)
-
-
-def _composite(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A composite op that does not write: issued by a handler, it comes whole."""
-    out = _guarded(mode, plan, op, args, kwargs)
-    if plan.may_alias_undeclared and not plan.views:
-        _join_undeclared(mode, plan, args, kwargs, out)
-    return out
-
-
-def _counted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A write whose op has an ADInplaceOrView kernel."""
-    located = locate(sys._getframe(2), plan, args, kwargs)
-    run = _plain if located[0] else _guarded
-    watching = watches_reached(plan, args, kwargs) if watched else {}
-    if not (mode.level or watching):
-        return run(mode, plan, op, args, kwargs)
-    sole = plan.sole_write
-    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the lists
-        t = args[sole.index]
-        was = version(t)
-        out = run(mode, plan, op, args, kwargs)
-        mode.record(plan, sole, t, was, located, watching)
-        return out
-    writes = written(plan, args, kwargs)
-    before = [version(t) for _, t in writes]
-    out = run(mode, plan, op, args, kwargs)
-    for (argument, t), was in zip(writes, before, strict=True):
-        mode.record(plan, argument, t, was, located, watching)
-    return out
-
-
-def _count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int | None]]) -> None:
+def count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int | None]]) -> None:
     """Take one count back of a wrapper that shares its counter with what its handler wrote.
 
     A jagged nested tensor is a view of its values: one write of the user moves one counter, once.
@@ -245,151 +146,3 @@ def _count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int 
         for t, was, now in moved:
             if was is not None and now is not None and now - was > due:
                 _torch.set_version(t, now - 1)
-
-
-def _plain(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs) if kwargs else op(*args)
-
-
-def _uncounted_write(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """A write whose op has no ADInplaceOrView kernel."""
-    watching = watches_reached(plan, args, kwargs) if watched else {}
-    writes = written(plan, args, kwargs)
-    before = [version(t) for _, t in writes]
-    located = locate(sys._getframe(2), plan, args, kwargs)
-    counted, in_handler, _ = located
-    run = _plain if counted else _recorded if _is_recorded(plan) and not in_handler else _guarded
-    out = run(mode, plan, op, args, kwargs)
-    for (argument, t), was in zip(writes, before, strict=True):
-        # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
-        unseen = (argument.is_list or not plan.is_aten) and is_wrapper(t) and not counted
-        if unseen and was is not None and version(t) == was:
-            torch.autograd.graph.increment_version(t)
-    if mode.level or watching:
-        for (argument, t), was in zip(writes, before, strict=True):
-            mode.record(plan, argument, t, was, located, watching)
-    return out
-
-
-def _unsafe_view(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """`aten._unsafe_view` is `aten.view` that keeps the relation to itself; view costs us less.
-
-    Not where modes below would see another op than was called.
-    """
-    if _mode_stack_len() or kwargs or type(args[0]) is not torch.Tensor:
-        return _undeclared(mode, plan, op, args, kwargs)
-    mode.found_alias(plan)
-    return _view(mode, plan, _VIEW, args, kwargs)
-
-
-def _undeclared(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """An op that may return memory of its arguments without its schema saying so."""
-    out = op(*args, **kwargs)
-    _join_undeclared(mode, plan, args, kwargs, out)
-    return out
-
-
-def _join_undeclared(mode: TrackingMode, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
-    share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
-    for t, base in undeclared(plan, args, kwargs, out):
-        mode.found_alias(plan)
-        if share and joinable(t, base):
-            _torch.as_view_version_only(t, base)
-
-
-def _foreign(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """An op of someone else's that does not write, and has no ADInplaceOrView kernel."""
-    if _is_recorded(plan) and not issued_in_handler(sys._getframe(2), plan, args)[0]:
-        out = _recorded(mode, plan, op, args, kwargs)
-    else:
-        out = _guarded(mode, plan, op, args, kwargs)
-        join_views(plan, args, kwargs, out)
-    if not plan.views:
-        _join_undeclared(mode, plan, args, kwargs, out)
-    return out
-
-
-def _is_recorded(plan: Plan) -> bool:
-    """Whether autograd records what the op's kernel calls, for want of an Autograd kernel."""
-    if plan.is_aten or plan.is_composite or plan.has_native_kernel or plan.has_autograd_kernel:
-        return False
-    return not torch.is_inference_mode_enabled()
-
-
-def _recorded(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """Let autograd record what the kernel calls, which it would not do below any mode."""
-    with _torch.above_autograd():
-        return op(*args, **kwargs)
-
-
-def _resolving(step: Step, always: bool) -> Step:
-    """The step, with conj and neg bits resolved in whatever its kernel calls.
-
-    The dispatcher excludes Conjugate and Negative before it calls a handler. Under a mode that does
-    nothing, `linalg_pinv` reads its conjugated views as they lie in memory, and is wrong.
-    """
-
-    def resolving(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-        if not (always or is_complex(args)):
-            return step(mode, plan, op, args, kwargs)
-        set_excluded(CONJUGATE, False)
-        set_excluded(NEGATIVE, False)
-        try:
-            return step(mode, plan, op, args, kwargs)
-        finally:
-            set_excluded(CONJUGATE, True)
-            set_excluded(NEGATIVE, True)
-
-    return resolving
-
-
-def _choose(func: Any) -> tuple[Step | None, Plan]:
-    """The step for an op, None if it goes straight through, and its plan."""
-    plan = plan_of(func)
-    step = _step_of(plan)
-    if plan.is_composite and plan.has_native_kernel and plan.writes:
-        step = _decomposing(func)
-    if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
-        step = _resolving(step or _plain, always=plan.is_composite)
-    return step, plan
-
-
-def _decomposing(func: Any) -> Step:
-    """For `matmul.out`, whose ADInplaceOrView kernel is out of reach from above autograd."""
-    kernel = composite_kernel(func)
-
-    def decomposing(mode: TrackingMode, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-        return _uncounted_write(mode, plan, kernel, args, kwargs)
-
-    return decomposing
-
-
-def _step_of(plan: Plan) -> Step | None:
-    if plan.writes:
-        counted = plan.has_native_kernel and not plan.is_composite
-        return _counted_write if counted else _uncounted_write
-    if plan.is_composite:
-        return _composite
-    if plan.qualified == "aten::detach":
-        return _detach_view
-    if plan.views and plan.has_native_kernel:
-        return _view
-    if plan.views or not (plan.is_aten or plan.has_native_kernel):
-        return _foreign
-    if plan.qualified == "aten::_unsafe_view":
-        return _unsafe_view
-    return _undeclared if plan.may_alias_undeclared else None
-
-
-def step_for(func: Any) -> tuple[Step | None, Plan]:
-    """The step for an op, None if it goes straight through, and its plan; chosen once."""
-    try:
-        return _steps[func._op]
-    except KeyError:
-        chosen = _steps[func._op] = _choose(func)
-        return chosen
-
-
-# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-_steps: dict[Any, tuple[Step | None, Plan]] = {}
-caches.append(_steps)
