@@ -101,3 +101,105 @@ def test_an_inference_tensor_can_be_viewed():
         base = torch.zeros(4)
         t = base.detach()
     assert vt.mark_as_view(t, base)._is_view()
+
+
+# Custom ops.
+
+
+def _raw_double(x):
+    x.detach().numpy()[...] *= 2
+    return x
+
+
+def _first_half(x):
+    x.mul_(2)
+    return _raw_double(x)
+
+
+_define = vt.library.op
+
+
+@limit
+@pytest.mark.parametrize(
+    ("name", "body", "grad"),
+    [("raw", _raw_double, 2), ("partly raw", _first_half, 4)],
+    ids=["raw", "partly raw"],
+)
+def test_a_raw_write_has_a_gradient(name, body, grad):
+    schema = f"vtlimits::{name.replace(' ', '_')}(Tensor(a!) x) -> Tensor(a!)"
+    op = _define(schema, body)
+    leaf = torch.ones(2, requires_grad=True)
+    out = op(leaf * 1)
+    assert _succeeds(lambda: out.sum().backward())
+    assert leaf.grad.tolist() == [grad] * 2
+
+
+@limit
+def test_a_view_with_a_formula_is_written_inside_a_transform():
+    op = _define("vtlimits::head(Tensor(a) x) -> Tensor(a)", lambda x: x[:1])
+    op.register_autograd(lambda ctx, grad: torch.cat([grad, grad * 0]))
+
+    def fn(x):
+        base = x * 1
+        op(base).mul_(3)
+        return base.sum()
+
+    assert _succeeds(lambda: torch.func.grad(fn)(torch.ones(2)))
+
+
+@limit
+def test_the_views_of_an_op_with_an_autograd_kernel_of_its_own_are_written():
+    class Head(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return torch.ops.vtlimits.own(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.cat([grad, grad * 0])
+
+    lib = torch.library.Library("vtlimits", "FRAGMENT")
+    lib.define("own(Tensor(a) x) -> Tensor(a)")
+    lib.impl("own", lambda x: x[:1], "CPU")
+    lib.impl("own", lambda x: Head.apply(x), "Autograd")
+    vt.library.register("vtlimits::own", lib=lib)
+    base = torch.ones(2, requires_grad=True) * 1
+    assert _succeeds(lambda: torch.ops.vtlimits.own(base).mul_(3))
+
+
+@limit
+def test_an_opaque_view_is_compiled():
+    op = _define("vtlimits::opaque(Tensor(a) x) -> Tensor(a)", lambda x: x[:1], opaque=True)
+    op.register_fake(lambda x: x[:1])
+    fn = torch.compile(lambda x: op(x * 2) + 1, backend="aot_eager", fullgraph=True)
+    assert _succeeds(lambda: fn(torch.ones(2)))
+
+
+@limit
+def test_an_out_tensor_is_written_though_the_op_asks_for_modes():
+    out = torch.zeros((), dtype=torch.int64)
+    with vt.track():
+        torch.linalg.matrix_rank(torch.eye(3), out=out)
+    assert out.item() == 3
+
+
+@limit
+def test_reshape_records_what_it_records_without_a_mode():
+    x = torch.ones(2, 3, requires_grad=True).t()
+    stock = x.expand(2, 3, 2).reshape(-1).grad_fn.name()
+    with vt.track():
+        found = x.expand(2, 3, 2).reshape(-1).grad_fn.name()
+    y = torch.ones(1, 3, requires_grad=True).expand(2, 3)
+    stock += y.reshape(6, 1).grad_fn.name() + y.t().reshape(3, 2).grad_fn.name()
+    with vt.track():
+        found += y.reshape(6, 1).grad_fn.name() + y.t().reshape(3, 2).grad_fn.name()
+    assert found == stock
+
+
+def _succeeds(fn):
+    try:
+        fn()
+    except Exception:
+        return False
+    return True

@@ -27,8 +27,8 @@ def register(
 
     ``Library.define`` gives an op no ADInplaceOrView kernel: its views are none to autograd, and
     its writes move no counter. Afterwards they do, everywhere. The op keeps its backend kernels,
-    its fake implementation, and its Autograd kernel if it has one of its own; then in-place ops on
-    its views are not recorded, so rather let `CustomOp.register_autograd` have the formula.
+    its fake implementation, and its Autograd kernel if it has one of its own; then its views may
+    not be written in place, so rather let `CustomOp.register_autograd` have the formula.
 
     Args:
         op: an OpOverload, a packet with one overload, ``"mylib::name.overload"``, or what
