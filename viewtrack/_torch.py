@@ -322,6 +322,10 @@ is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _C._is_alias_of
 """Whether two tensors have one storage. Raises for tensors without storage (sparse)."""
 
 
+has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+"""Whether a tensor has a storage: a sparse one has not, nor has one of a lazy device."""
+
+
 def set_storage_of(t: torch.Tensor, base: torch.Tensor) -> None:
     """Point t's storage at base's; sizes, strides and offset stay. Wrapper subclasses included."""
     torch._functionalize_unsafe_set(t, base)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ._torch import has_storage
 from .site import Place, Site, site_at
 
 #: How many of a storage's last writes are kept in full; all of them are counted.
@@ -185,15 +186,17 @@ class Ledger:
 def key_of(t: torch.Tensor) -> int:
     """The address of t's storage, or of t where it has none."""
     try:
-        key: int = t.untyped_storage()._cdata
-        return key
+        if has_storage(t):  # a lazy tensor hands out an empty one, and asking that is fatal
+            key: int = t.untyped_storage()._cdata
+            return key
+        return id(t)
     except (RuntimeError, NotImplementedError):
         return id(t)
 
 
 def _anchor(t: torch.Tensor) -> Any:
     try:
-        return t.untyped_storage()
+        return t.untyped_storage() if has_storage(t) else t
     except (RuntimeError, NotImplementedError):
         return t
 
