@@ -74,7 +74,7 @@ a tensor cached by selective checkpointing has been mutated before it was reused
             version 0 -> 1, thread MainThread, idempotent
   saved     aten.mm.default -> f32[6, 3]          test.py:+3 in region:  g = x @ w
   written   aten.masked_fill_.Scalar(self)        test.py:+4 in region:  g[0].masked_fill_(w > 0, 0)
-            through aten.select.int, version 0 -> 1, thread MainThread, idempotent
+            version 0 -> 1, thread MainThread, idempotent
   written   aten._foreach_add_.Scalar(self)       test.py:+5 in region:  torch._foreach_add_([g], 1)
             through aten._unsafe_view.default, version 1 -> 2, thread MainThread
   mend      use the out-of-place op on line +2, or add 'aten.relu_' to allow=

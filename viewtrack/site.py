@@ -198,7 +198,11 @@ def caller(depth: int = 1) -> Site:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The first frame of user code, from `frame` outwards."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        known = _user_file.get(filename)  # without a call for each of many frames
+        if known or (known is None and is_user_file(filename)):
+            break
         frame = frame.f_back
     return frame
 

@@ -118,11 +118,16 @@ class Watch:
         content: bool = False,
         counter: torch.Tensor | None = None,
     ) -> None:
+        # Made for each tensor that a checkpointed region keeps: what can wait until somebody asks
+        # does, and is then read from the kept tensor.
         self.tensor = t if counter is None else counter
         self.forbidden = False
         self._op = op
         self._place = place
-        self._shape = (t.dtype, t.size())
+        self._shape: tuple[torch.dtype, Any] | None = None
+        self._region: Region | None = None
+        if counter is not None:
+            self._shape, self._region = (t.dtype, t.size()), region_of(t)
         self._last = version(t)
         self._last_write: tuple[str, Site] | None = None
         self._reached: list[tuple[Write, int | None]] | None = None
@@ -130,11 +135,11 @@ class Watch:
         self._more = 0
         self._content = content
         self._digest: Any = None
-        self._region = region = region_of(t)
-        if content or (region is not None and not _fills(t)):
+        if content or not _fills(t):
             self._digest = fingerprint(t)
         self._key = key = key_of(t)
-        watched[key] = (*watched.get(key, ()), weakref.ref(self))
+        others = watched.get(key)
+        watched[key] = (weakref.ref(self),) if others is None else (*others, weakref.ref(self))
 
     def __del__(self) -> None:
         self.release()
@@ -147,12 +152,14 @@ class Watch:
     @property
     def region(self) -> Region | None:
         """The part of the storage that it watches."""
+        if self._region is None and self._shape is None:
+            self._region = region_of(self.tensor)
         return self._region
 
     @property
     def saved(self) -> Saved:
         """The record of what is kept."""
-        dtype, shape = self._shape
+        dtype, shape = self._shape or (self.tensor.dtype, self.tensor.size())
         return Saved(self._op, dtype, tuple(shape), self._place)
 
     @property
@@ -167,7 +174,9 @@ class Watch:
     def release(self) -> None:
         """Stop watching."""
         with _lock:
-            left = tuple(ref for ref in watched.get(self._key, ()) if ref() not in (self, None))
+            refs = watched.get(self._key, ())
+            alone = len(refs) == 1 and refs[0]() in (self, None)
+            left = () if alone else tuple(ref for ref in refs if ref() not in (self, None))
             if left:
                 watched[self._key] = left
             else:
@@ -185,14 +194,20 @@ class Watch:
 
     def through(self, region: Region | None) -> str | None:
         """The view op that made an alias of this geometry, if one was seen."""
-        return self._aliases.get(region) if self._aliases else None
+        if self._aliases is None or region is None:
+            return None
+        return self._aliases.get((region.offset, region.size, region.stride))
 
     def add_alias(self, t: torch.Tensor, op: str) -> None:
         """Note the view op that made an alias of the kept tensor."""
         if self._aliases is None:
             self._aliases = {}
         if len(self._aliases) < _ALIASES_KEPT:
-            self._aliases.setdefault(region_of(t), op)
+            self._aliases.setdefault((t.storage_offset(), tuple(t.size()), t.stride()), op)
+
+    def is_clean(self) -> bool:
+        """Whether nothing at all has happened to the storage; if not, `writes` tells."""
+        return not self._reached and not self._content and version(self.tensor) == self._last
 
     def writes(self, t: torch.Tensor | None = None) -> tuple[list[Write], int]:
         """What reached the kept bytes, in order, and how many more writes were not kept in full.
@@ -244,8 +259,11 @@ _lock = threading.RLock()
 
 
 def _fills(t: torch.Tensor) -> bool:
-    """Whether no byte of the storage lies outside of t."""
-    return t.numel() * t.element_size() >= t.untyped_storage().nbytes()
+    """Whether no byte of the storage lies outside of t; True where t has no storage."""
+    try:
+        return t.numel() * t.element_size() >= t.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:

@@ -22,15 +22,16 @@ from torch.utils import checkpoint as torch_checkpoint
 from .. import _torch_guard
 from .._torch_guard import POLICY_IN_FORWARD_ONLY
 from ..mode import active, track
+from ..plan import Plan
 from ..site import place_of, user_frame
-from ..tracking import step_for
+from ..steps import step_for
 from ..watch import note_alias, watched
 from .cache import CONSUMED, RECOMPUTE, Cache, hooks_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Policy = Callable[..., Any]
+Policy = Callable[..., Any] | list[Any]
 
 _Context: Any = torch_checkpoint.SelectiveCheckpointContext
 _CheckpointPolicy = torch_checkpoint.CheckpointPolicy
@@ -77,6 +78,9 @@ class CachingMode(_torch_guard.CachingMode):
         super().__init__()
         self.cache = cache
         self._policy = policy
+        # The most frequent case has a way of its own through the handler: it costs half as much.
+        plain = POLICY_IN_FORWARD_ONLY and isinstance(policy, list) and cache.inputs is None
+        self._listed: Any = policy if plain else None
         self._acts = False
 
     def __enter__(self) -> Self:
@@ -94,18 +98,41 @@ class CachingMode(_torch_guard.CachingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types or self._listed is None or func in torch_checkpoint.SAC_IGNORED_OPS:
+            return self._run_and_ask(func, types, args, kwargs)
+        try:
+            step, plan = step_for(func)
+        except AttributeError:  # a higher-order operator
+            return self._run_and_ask(func, types, args, kwargs)
+        op = func._op
+        saving = func in self._listed
+        # Above autograd a native kernel makes a view of the result; only a kept one needs more.
+        if step is None or (plan.views and not saving and not plan.writes):
+            out = op(*args, **kwargs) if kwargs else op(*args)
+        else:
+            out = self._run_step(step, plan, op, args, kwargs)
+        entry = self._kept(func, out) if saving and not has_no_result(func) else RECOMPUTE
+        try:
+            self.cache.entries[op].append(entry)
+        except KeyError:
+            self.cache.entries[op] = [entry]
+        return out
+
+    def _run_and_ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The same for any policy, any op, and any torch."""
         inputs = self.cache.inputs
         if inputs is not None:
             inputs.note(args, kwargs)
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return self._run(func, types, args, kwargs)
-        saving = not POLICY_IN_FORWARD_ONLY and is_saving(
-            self._policy(_Context(is_recompute=False), func, *args, **kwargs)
+        saving = not POLICY_IN_FORWARD_ONLY and asks_to_save(
+            self._policy, func, args, kwargs, is_recompute=False
         )
         out = self._run(func, types, args, kwargs)
         if POLICY_IN_FORWARD_ONLY:
-            context = _Context(is_recompute=False, op_output=out)
-            saving = is_saving(self._policy(context, func, *args, **kwargs))
+            saving = asks_to_save(
+                self._policy, func, args, kwargs, is_recompute=False, op_output=out
+            )
         if saving and not has_no_result(func):
             self._file(func, args, self._kept(func, out))
         elif POLICY_IN_FORWARD_ONLY:
@@ -115,32 +142,44 @@ class CachingMode(_torch_guard.CachingMode):
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not hasattr(func, "_op"):
+        if types and not all(cls is torch.Tensor for cls in types):
+            return self._run_on_wrappers(func, args, kwargs)
+        try:
+            op = func._op
+        except AttributeError:  # a higher-order operator
             return func(*args, **kwargs)
         step, plan = step_for(func)
-        if not self._acts or active.trackers:
-            out = func._op(*args, **kwargs)
-        elif types and not all(cls is torch.Tensor for cls in types):
-            with track(record="none"):  # the handlers of wrapper subclasses write as well
-                return func(*args, **kwargs)
-        elif step is None:
-            return func._op(*args, **kwargs)
+        if step is None:
+            return op(*args, **kwargs) if kwargs else op(*args)
+        return self._run_step(step, plan, op, args, kwargs)
+
+    def _run_step(self, step: Any, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+        if self._acts and not active.trackers:
+            out = step(active.mode, plan, op, args, kwargs)
         else:
-            out = step(active.mode, plan, func._op, args, kwargs)
-        if watched and (plan.views or plan.may_alias_undeclared):
+            out = op(*args, **kwargs)
+        if watched and plan.may_alias_undeclared:
             note_alias(args, out, plan.name)
         return out
 
+    def _run_on_wrappers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let the handlers of wrapper subclasses run tracked: what they write may be kept."""
+        if not self._acts or active.trackers:
+            return func(*args, **kwargs)
+        with track(record="none"):
+            return func(*args, **kwargs)
+
     def _kept(self, func: Any, out: Any) -> Any:
-        place = place_of(user_frame(sys._getframe(2)))
-        return self.cache.keep(out, str(func), place, hooks_for(self.respect_saved_tensors_hooks))
+        place = place_of(user_frame(sys._getframe(1)))
+        op = step_for(func)[1].name if hasattr(func, "_op") else str(func)
+        return self.cache.keep(out, op, place, hooks_for(self.respect_saved_tensors_hooks))
 
     def _file(self, func: Any, args: Any, entry: Any) -> None:
-        key = _torch_guard.cache_key(func, args)
-        entries = self.cache.entries.get(key)
-        if entries is None:
-            entries = self.cache.entries[key] = []
-        entries.append(entry)
+        key = key_in_cache(func, args)
+        try:
+            self.cache.entries[key].append(entry)
+        except KeyError:
+            self.cache.entries[key] = [entry]
 
 
 class CachedMode(_torch_guard.CachedMode):
@@ -172,50 +211,59 @@ class CachedMode(_torch_guard.CachedMode):
         kwargs = kwargs or {}
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        find = self._find if POLICY_IN_FORWARD_ONLY else self._find_in_queue
-        entry = find(func, args, kwargs)
-        return (
-            self._run(func, types, args, kwargs) if entry is RECOMPUTE else self.cache.take(entry)
-        )
+        if POLICY_IN_FORWARD_ONLY:
+            entry = self._find(func, args)
+        else:
+            entry = self._find_in_queue(func, args, kwargs)
+        if entry is not RECOMPUTE:
+            return self.cache.take(entry)
+        return self._run(func, types, args, kwargs)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not self._acts or active.trackers or not hasattr(func, "_op"):
+        try:
+            step, plan = step_for(func)
+        except AttributeError:  # a higher-order operator
             return func(*args, **kwargs)
-        if types and watched and not all(cls is torch.Tensor for cls in types):
+        if not types and not plan.writes:
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if not self._acts or active.trackers:
+            return func(*args, **kwargs)
+        if watched and not all(cls is torch.Tensor for cls in types):
             with track(record="none"):
                 return func(*args, **kwargs)
-        step, plan = step_for(func)
         if plan.writes and step is not None:
             return step(active.mode, plan, func._op, args, kwargs)
-        return func._op(*args, **kwargs)
+        return func(*args, **kwargs)
 
-    def _find(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = _torch_guard.cache_key(func, args)
-        index = self.func_counter.get(key, 0)
-        self.func_counter[key] = index + 1
-        entries = self.cache.entries.get(key)
-        if entries is None:
-            raise RuntimeError(
-                f"{func} encountered during backward but not found in storage. {_MISMATCH}"
-            )
-        if index >= len(entries):
-            raise RuntimeError(
-                f"{func} invocation index {index} encountered during backward but not found in "
-                f"storage. {_MISMATCH}"
-            )
-        entry = entries[index]
+    def _find(self, func: Any, args: Any) -> Any:
+        try:
+            key = func._op
+        except AttributeError:
+            key = _torch_guard.cache_key(func, args)
+        counter = self.func_counter
+        index = counter[key] = counter.get(key, -1) + 1
+        try:
+            entries = self.cache.entries[key]
+            entry = entries[index]
+        except LookupError:
+            raise RuntimeError(self._mismatch(func, key, index)) from None
+        if entry is RECOMPUTE:
+            return entry
         if entry is CONSUMED:
             raise RuntimeError(_EXTRA_TIME)
-        if entry is not RECOMPUTE:
-            entries[index] = CONSUMED
+        entries[index] = CONSUMED
         return entry
+
+    def _mismatch(self, func: Any, key: Any, index: int) -> str:
+        which = f" invocation index {index}" if key in self.cache.entries else ""
+        return f"{func}{which} encountered during backward but not found in storage. {_MISMATCH}"
 
     def _find_in_queue(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As torch before 2.13 does it."""
-        context = _Context(is_recompute=True)
-        if not is_saving(self._policy(context, func, *args, **kwargs)) or has_no_result(func):
+        saving = asks_to_save(self._policy, func, args, kwargs, is_recompute=True)
+        if not saving or has_no_result(func):
             return RECOMPUTE
-        entries = self.cache.entries.get(func)
+        entries = self.cache.entries.get(key_in_cache(func, args))
         if entries is None:
             raise RuntimeError(f"{func} encountered during backward, but not found in storage")
         if not entries:
@@ -239,6 +287,25 @@ def has_no_result(func: Any) -> bool:
     return bool(plan.writes) and len(plan.written) == plan.returns
 
 
-def is_saving(answer: Any) -> bool:
-    """Whether a policy's answer asks to save the op's result."""
+def asks_to_save(policy: Policy, func: Any, args: Any, kwargs: Any, **facts: Any) -> bool:
+    """Whether a policy, or a list of ops, asks to save the op's result.
+
+    Args:
+        policy: the policy.
+        func: the op.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        **facts: what its SelectiveCheckpointContext says.
+    """
+    if isinstance(policy, list):
+        return func in policy
+    answer = policy(_Context(**facts), func, *args, **kwargs)
     return answer is True or answer in _SAVING
+
+
+def key_in_cache(func: Any, args: Any) -> Any:
+    """Under what the results of an op are filed; hashing an OpOverload itself runs Python."""
+    try:
+        return func._op
+    except AttributeError:
+        return _torch_guard.cache_key(func, args)

@@ -71,7 +71,7 @@ def _policy(policy_fn_or_list: Any) -> Policy:
         ops = policy_fn_or_list
         if not all(isinstance(op, (OpOverload, HigherOrderOperator)) for op in ops):
             stock_contexts(ops)  # raises what torch raises
-        return lambda context, func, *args, **kwargs: func in ops
+        return ops
     if not callable(policy_fn_or_list):
         stock_contexts(policy_fn_or_list)
     policy: Policy = policy_fn_or_list
@@ -85,5 +85,7 @@ def _with_ops(policy_fn_or_list: Any) -> Any:
     names = {op for op in policy_fn_or_list if isinstance(op, str)}
     if not names:
         return policy_fn_or_list
-    by_op = _policy([op for op in policy_fn_or_list if not isinstance(op, str)])
-    return lambda context, func, *args, **kwargs: str(func) in names or by_op(context, func)
+    ops = [op for op in policy_fn_or_list if not isinstance(op, str)]
+    if ops:
+        _policy(ops)  # raises if one is no op
+    return lambda context, func, *args, **kwargs: str(func) in names or func in ops
