@@ -211,6 +211,19 @@ def test_faults_below_are_seen_and_track_has_none(fn, seen):
     assert compare_below(fn, (leaf(),)) == []
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.unsafe_split(x, 2),
+        lambda x: torch.zeros(0).set_(x),
+        lambda x: torch.sparse_coo_tensor(torch.arange(4)[None], x)._values(),
+        lambda x: aten._unsafe_view(x, [2, 2]),
+    ],
+)
+def test_what_is_apart_on_stock_torch_may_be_apart_below(fn):
+    assert compare_below(fn, (leaf(),)) == []
+
+
 def test_view_metadata_below_is_seen():
     fn = vt.with_tracking(lambda x: x.view(2, 2))
     found = compare_below(fn, (leaf(),), under=nullcontext)

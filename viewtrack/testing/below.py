@@ -37,8 +37,8 @@ def compare_below(
     This is promise 2 of `track`. On stock torch nearly every view and write differs.
 
     * Each input's counter moves by what the same call moves it above autograd without any mode.
-    * Each output in the memory of an input shares its counter; so do outputs that share one
-      above autograd.
+    * Each output in the memory of an input shares its counter, unless the two are apart above
+      autograd too; outputs that share one there share one.
     * Values are those of the call above autograd, or at worst those that a handler gets above a
       mode that does nothing: it reads lazily conjugated memory as it lies. Errors are those that
       such a handler gets.
@@ -55,7 +55,8 @@ def compare_below(
     Returns:
         The differences; empty if there are none.
     """
-    return below_differences(Call(fn, args, kwargs or {}, name or _name(fn), variant), under)
+    call = Call(fn, args, kwargs or {}, name or _name(fn), variant)
+    return below_differences(call, under, apart=True)
 
 
 def below_differences(call: Call, under: Under = track, apart: bool = False) -> list[Difference]:
@@ -64,7 +65,8 @@ def below_differences(call: Call, under: Under = track, apart: bool = False) -> 
     Args:
         call: the call.
         under: makes the context manager that holds around the handler.
-        apart: whether outputs may lie in an input's memory with counters of their own.
+        apart: whether outputs may lie in an input's memory with counters of their own, where they
+            do so above autograd (`unsafe_split`, `set_`).
     """
     above = _Outcome(call, lambda body: body())
     with NoOpMode():
@@ -132,9 +134,10 @@ def _compare(above: _Outcome, below: _Outcome, apart: bool) -> list[tuple[str, A
     for index, now in enumerate(below.outputs):
         name = f"out[{index}]"
         found.append((f"{name} carries view metadata", False, below.is_view[index]))
-        owner = None if apart else _owner(now, below)
-        expected = owner or above.counters.get(f"counter({name})")
-        found.append((f"counter({name})", expected, below.counters.get(f"counter({name})")))
+        stock = above.counters.get(f"counter({name})")
+        seen = below.counters.get(f"counter({name})")
+        if seen != stock or not apart:
+            found.append((f"counter({name})", _owner(now, below) or stock, seen))
     return found
 
 
