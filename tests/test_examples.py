@@ -73,3 +73,19 @@ def test_gpt_is_deterministic():
     first, again, other = (run(GPT, "--steps", "1", "--seed", seed)[0] for seed in "112")
     assert first == again
     assert first != other
+
+
+CHECKPOINT = "examples/selective_checkpoint_guard.py"
+
+
+def test_selective_checkpoint_guard_names_both_lines():
+    out, quiet = run(CHECKPOINT)
+    assert quiet == ""
+    assert "without the bug: equal True" in out
+    [off] = re.findall(r"no error, gradient off by (\d+)%", out)
+    assert int(off) > 5
+    saved = line_of(CHECKPOINT, "hidden = self.up(x)")
+    written = line_of(CHECKPOINT, "active = F.elu(hidden, alpha=2.0, inplace=self.inplace)")
+    assert re.search(rf"saved +aten.mm.default -> f32\[10, 32\] +\S*{saved} in forward", out)
+    assert re.search(rf"written +aten.elu_.default\(self\) +\S*{written} in forward", out)
+    assert f"around torch's contexts: aten.elu_.default on line {written.rpartition(':')[2]}" in out
