@@ -210,6 +210,26 @@ def test_below_autograd_in_a_tracked_handler_views_share_counters():
     assert seen == [[1, 1, 1, 1]]
 
 
+def test_a_handler_s_write_that_no_kernel_counts_moves_both_counters_once():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                out.add_(1)
+                out.view(6).zero_()
+                seen.append(all_versions(out))
+            return out
+
+    with Mode(), NoOp():
+        w = six()
+        w * 2
+        w.add_(1)
+    assert seen == [[2, 2]]
+    assert all_versions(w) == [1, 1]
+
+
 # Conj and neg bits, which kernels above Python look for on the wrapper.
 
 
@@ -226,6 +246,15 @@ def test_conjugated_values_are_conjugated():
 def test_kernels_that_conjugate_inside_are_right():
     x = torch.randn(3, 5, dtype=torch.complex64)
     assert torch.allclose(torch.linalg.pinv(TrackedTensor(x)).unwrap(), torch.linalg.pinv(x))
+
+
+def test_a_kernel_that_asks_whether_its_arguments_require_grad_is_told():
+    def grad(wrap):
+        a, b = wrap(torch.eye(3).to_sparse_csr()), wrap(torch.ones(3, 2))
+        out = torch.sparse.mm(a.requires_grad_(), b.requires_grad_(), "amax")
+        return torch.autograd.grad(out.sum(), b)[0]
+
+    assert torch.equal(grad(TrackedTensor).unwrap(), grad(lambda t: t))
 
 
 # Copies.

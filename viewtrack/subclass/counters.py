@@ -43,11 +43,16 @@ def moves_counters_itself(plan: Plan) -> bool:
     return not plan.is_aten or plan.qualified.startswith("aten::_foreach_")
 
 
+def is_tracked() -> bool:
+    """Whether a tracker sees what the handler that asks does."""
+    return bool(_torch.mode_stack_len()) and any(
+        isinstance(mode, TrackingMode) for mode in _torch_subclass.active_modes()
+    )
+
+
 def counted_natively() -> bool:
     """Whether the inner ops of the handler that asks were counted as they ran."""
-    if _torch.mode_stack_len() and any(
-        isinstance(mode, TrackingMode) for mode in _torch_subclass.active_modes()
-    ):
+    if _torch.mode_stack_len() and is_tracked():
         return True
     return not _torch.is_excluded(_torch.ADINPLACEORVIEW)
 

@@ -13,6 +13,7 @@ depends on the op, in the way of `tracking.py`:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from .. import _torch_subclass
 from .._torch import OpOverload
 from ..info import version
 from ..plan import Argument, plan_of
-from .counters import RESIZES, counted_above, increment, moves_counters_itself
+from ..site import locate
+from .counters import RESIZES, counted_above, increment, is_tracked, moves_counters_itself
 from .kinds import kind_of, parts_of
 
 
@@ -41,9 +43,14 @@ def run_counted(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any]
     for t in above:
         if not (plan.qualified in RESIZES and t.size() == t.unwrap().size()):
             _move_parts(t, before[id(t)][1])
+            if not is_tracked() and not locate(sys._getframe(2), plan, args, kwargs)[0]:
+                increment(t)  # a handler issued it, and no kernel above counts it
     for t in below:
-        if version(t) == before[id(t)][0]:
-            _move_wrapper(t, before[id(t)][1])
+        own, were = before[id(t)]
+        if moves_counters_itself(plan):
+            _move_parts(t, were)
+        if version(t) == own:
+            _move_wrapper(t, were)
     return out
 
 

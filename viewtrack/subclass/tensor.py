@@ -100,8 +100,9 @@ class TrackedTensor(torch.Tensor):
             What the op returns: tensors of any class, or what is no tensor.
         """
         wrappers = [t for t in _torch.tree_leaves((args, kwargs)) if cls._is_mine(t)]
+        inner = _inner_as_required if func in _ASKS_REQUIRES_GRAD else TrackedTensor.unwrap
         inner_args, inner_kwargs = _torch.tree_map(
-            lambda t: t._inner if cls._is_mine(t) else t, (args, kwargs)
+            lambda t: inner(t) if cls._is_mine(t) else t, (args, kwargs)
         )
         out = func(*inner_args, **inner_kwargs)
         return cls._wrapped(out, wrappers, (inner_args, inner_kwargs))
@@ -193,6 +194,16 @@ def _rebuild(cls: Any, inner: Any, dtype: Any, requires_grad: bool, state: Any) 
     new._inner = inner
     new.__dict__.update(state)
     return new
+
+
+# Its kernel makes what its backward reads only if its arguments require grad, and the backward does
+# not look: with inner tensors, which never do, it would read beyond an empty tensor.
+_ASKS_REQUIRES_GRAD = frozenset({torch.ops.aten._sparse_mm_reduce_impl.default})
+
+
+def _inner_as_required(t: TrackedTensor) -> torch.Tensor:
+    """An alias of the inner tensor that requires grad as the wrapper does."""
+    return t.unwrap().detach().requires_grad_(t.requires_grad)
 
 
 def _without_inner(t: TrackedTensor) -> dict[str, Any]:

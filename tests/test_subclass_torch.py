@@ -1,0 +1,182 @@
+"""Torch's own wrapper subclasses: under `track`, inside `TrackedTensor`, under the mixin."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from wrappers import aliases
+
+import viewtrack as vt
+from viewtrack import TrackedTensor
+from viewtrack.testing import SubclassConformance
+from viewtrack.testing.subclass_table import OPERATIONS
+
+# Nested tensors of layout jagged.
+
+
+def ragged(requires_grad=False):
+    parts = [torch.ones(1, 4, requires_grad=requires_grad), torch.ones(2, 4, requires_grad=True)]
+    return parts, torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def test_the_buffer_of_a_nested_tensor_may_be_written_under_track():
+    parts, nested = ragged(requires_grad=True)
+    nested = nested.clone()
+    with vt.track():
+        buffer = nested.values()
+        buffer.mul_(2)
+        nested.values().sum().backward()
+    assert buffer._base is nested
+    assert [p.grad.flatten().tolist() for p in parts] == [[2.0] * 4, [2.0] * 8]
+
+
+def test_on_stock_torch_that_write_cannot_be_differentiated():
+    _, nested = ragged(requires_grad=True)
+    nested = nested.clone()
+    nested.values().mul_(2)
+    with pytest.raises(NotImplementedError, match="new_empty_strided"):
+        nested.values().sum().backward()
+
+
+def test_a_nested_tensor_inside():
+    _, nested = ragged()
+    w = TrackedTensor(nested.detach())
+    assert w.layout is torch.jagged
+    assert w.shape == nested.shape
+    out = (w * 2).sin()
+    assert type(out.unwrap()) is type(nested)
+    assert torch.equal(out.values().unwrap(), (nested.values() * 2).sin())
+    v = w.values()
+    v.add_(1)
+    assert w._version == v._version == w.unwrap()._version == v.unwrap()._version == 1
+    assert [len(piece) for piece in w.unbind()] == [1, 2]
+
+
+# TwoTensor.
+
+
+class TestTwoTensorInside(SubclassConformance):
+    def make(self, inner):
+        return TrackedTensor(TwoTensor(inner, inner.clone()))
+
+    def read(self, t):
+        inner = t.unwrap()
+        assert torch.equal(inner.a, inner.b)
+        return inner.a
+
+    # What TwoTensor itself does not do.
+    unsupported = frozenset({"resized_out", "resize_larger"})
+
+
+class TestOutsideTwoTensor(SubclassConformance):
+    keeps_inner_counters = False
+    unsupported = frozenset(
+        {
+            "resized_out",
+            "resize_larger",
+            *(o.name for o in OPERATIONS if o.kind == "foreach" and o.name.endswith("_")),
+        }
+    )
+
+    def make(self, inner):
+        return TwoTensor(TrackedTensor(inner), TrackedTensor(inner.clone()))
+
+    def read(self, t):
+        return t.a.unwrap()
+
+
+def test_two_tensor_under_track_counts_as_without_it():
+    def run():
+        w = TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3))
+        v = w.view(6)
+        v.add_(1)
+        w.t_()
+        return w._version, v._version, aliases(v, w), v._base is w
+
+    expected = run()
+    with vt.track():
+        assert run() == expected
+
+
+# DTensor, on a mesh of this one process.
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    store = distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def dtensor(mesh, local):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+
+def test_dtensor_under_track(mesh):
+    def run():
+        w = dtensor(mesh, torch.zeros(2, 3))
+        v = w.view(6)
+        v.add_(1)
+        w.mul_(2)
+        x = dtensor(mesh, torch.ones(2, 3)).requires_grad_()
+        (x @ x.t()).sum().backward()
+        return (
+            w._version,
+            v._version,
+            v._is_view(),
+            w.to_local().tolist(),
+            x.grad.to_local().tolist(),
+        )
+
+    expected = run()
+    with vt.track():
+        assert run() == expected
+
+
+def test_a_dtensor_inside(mesh):
+    plain = torch.arange(6.0).view(2, 3).clone()
+    w = TrackedTensor(dtensor(mesh, plain.clone()))
+    v = w.view(6)
+    v.add_(1)
+    (plain.view(6)).add_(1)
+    assert v._base is w
+    assert w._version == w.unwrap()._version == v.unwrap()._version == 1
+    assert torch.equal(w.unwrap().to_local(), plain)
+    x = TrackedTensor(dtensor(mesh, plain.clone())).requires_grad_()
+    (x * x).sum().backward()
+    assert torch.equal(x.grad.unwrap().to_local(), 2 * plain)
+
+
+def test_a_tracked_tensor_inside_a_dtensor(mesh):
+    w = dtensor(mesh, TrackedTensor(torch.zeros(2, 3)))
+    w.add_(1)
+    assert isinstance(w.to_local(), TrackedTensor)
+    assert w.to_local().unwrap().tolist() == [[1.0] * 3] * 2
+    assert w._version == 1
+
+
+# Torchao's quantized weights.
+
+
+@pytest.mark.compat
+def test_torchao_quantized_weight():
+    quantization = pytest.importorskip("torchao.quantization")
+    module = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
+    x = torch.rand(2, 64, dtype=torch.bfloat16)
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
+    expected = module(x)
+    with vt.track():
+        assert torch.equal(module(x), expected)
+    weight = module[0].weight
+    w = TrackedTensor(weight.detach())
+    assert torch.equal(torch.nn.functional.linear(x, w).unwrap(), expected)
+    assert torch.equal(copy.deepcopy(w).unwrap().dequantize(), weight.dequantize())
