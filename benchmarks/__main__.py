@@ -14,7 +14,14 @@ from benchmarks.output import table, write_json
 from benchmarks.registry import REGISTRY, Pair, Quantity
 from benchmarks.timing import Result, measure_pair, measure_quantity
 
-MODULES = ("bench_view", "bench_track", "bench_handler", "bench_subclass", "bench_import")
+MODULES = (
+    "bench_view",
+    "bench_track",
+    "bench_handler",
+    "bench_subclass",
+    "bench_checkpoint",
+    "bench_import",
+)
 
 
 def load() -> dict[str, Pair | Quantity]:
