@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*args):
     """What an example printed, and what went to stderr."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
