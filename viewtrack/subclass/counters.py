@@ -35,12 +35,16 @@ def counted_above(plan: Plan) -> tuple[Argument, ...]:
 def moves_counters_itself(plan: Plan) -> bool:
     """Whether an op without an ADInplaceOrView kernel moves counters on stock torch.
 
-    Foreach and custom ops do, by the ops that they are made of. Fused optimizers do not, nor does
-    batch norm for its running statistics, which it saves.
+    Custom ops and those that write lists do (foreach, ``split_copy`` with out=), by the ops that
+    they are made of. Fused optimizers do not, nor does batch norm for its running statistics, which
+    it saves.
     """
     if plan.has_native_kernel or plan.is_composite:
         return False
-    return not plan.is_aten or plan.qualified.startswith("aten::_foreach_")
+    if not plan.is_aten:
+        return True
+    fused = plan.qualified.startswith("aten::_fused_")
+    return not fused and any(argument.is_list for argument in plan.writes)
 
 
 def is_tracked() -> bool:
