@@ -11,6 +11,7 @@ from .ledger import key_of
 from .plan import Argument, Plan
 
 _detach = _torch.TensorBase.detach
+_mode_stack_len = _torch.mode_stack_len
 
 
 def join_views(plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
@@ -41,10 +42,20 @@ def stripped(out: Any, args: Any) -> Any:
     An output that is an argument keeps what it has.
     """
     if isinstance(out, torch.Tensor):
-        return _detach(out) if out._is_view() and not is_any(out, args) else out
+        return without_metadata(out) if out._is_view() and not is_any(out, args) else out
     if isinstance(out, (list, tuple)):
         return type(out)(stripped(t, args) for t in out)
     return out
+
+
+def without_metadata(t: torch.Tensor) -> torch.Tensor:
+    """An alias of a view without metadata, or where modes below would see that op, t itself."""
+    if not _mode_stack_len():
+        return _detach(t)
+    base = t._base
+    if base is not None:
+        _torch.as_view_version_only(t, base)
+    return t
 
 
 def tensors(out: Any) -> list[torch.Tensor]:

@@ -86,6 +86,8 @@ def _view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     set_excluded(ADINPLACEORVIEW, False)
     try:
         out = op(*args, **kwargs) if kwargs else op(*args)
+        if _mode_stack_len():  # modes below would see the detach (make_fx would record it)
+            return stripped(out, args)
         if type(out) is torch.Tensor:
             return _detach(out) if out._is_view() else out
         return [_detach(t) if t._is_view() else t for t in out]

@@ -1,0 +1,235 @@
+"""Compilers, tracers and higher-order ops, under trackers and on stock torch."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch._dynamo.testing
+from against_stock import alone, attempt, check, each_way, same
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import viewtrack as vt
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def _f(x):
+    y = x * 2
+    v = y.view(-1)
+    v[1:].add_(1)
+    return y.sin(), v
+
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
+
+
+def _gradients(fn):
+    x = torch.rand(2, 2, requires_grad=True)
+    y, v = fn(x)
+    (y.sum() + v.sum()).backward()
+    return y.detach().clone(), v.detach().clone(), x.grad.clone()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_way("site off", "tracked")
+def test_called_inside(way, backend):
+    """A handler of the user's makes torch.compile run eagerly; a tracker alone does not."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    check(way, lambda: _gradients(torch.compile(_f, backend=counter)))
+    assert counter.frame_count >= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@alone
+def test_compiled_before(way, backend):
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(_f, backend=counter)
+    _gradients(compiled)
+    check(way, lambda: _gradients(compiled))
+    assert counter.frame_count <= 2  # once more at most, for the mode that is on the stack then
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tracker_inside_of_the_compiled_function(backend):
+    def inside(x):
+        with vt.track():
+            return _f(x)
+
+    torch.manual_seed(0)
+    want = _gradients(_f)
+    torch.manual_seed(0)
+    same(_gradients(torch.compile(inside, backend=backend)), want)
+
+
+@alone
+def test_graphs_are_those_of_stock(way):
+    def program():
+        seen = []
+
+        def backend(graph, inputs):
+            seen.append([str(node.target) for node in graph.graph.nodes])
+            return graph
+
+        _gradients(torch.compile(_f, backend=backend, fullgraph=True))
+        return seen
+
+    check(way, program)
+
+
+@alone
+def test_view_without_grad_of_an_intermediate(way):
+    """Returns what eager returns: requires_grad, no grad_fn, a view."""
+
+    def f(x):
+        y = x * 2
+        with torch.no_grad():
+            v = y[0]
+        return y, v
+
+    def program():
+        return attempt(
+            lambda: list(torch.compile(f, backend="aot_eager")(torch.ones(3, requires_grad=True)))
+        )
+
+    check(way, program)
+    with vt.track():
+        _, v = f(torch.ones(3, requires_grad=True))
+    info = vt.view_info(v)
+    assert info is not None
+    assert (info.requires_grad, info.has_grad_fn, info.base is not None) == (True, False, True)
+    assert info.creation_meta is vt.CreationMeta.NO_GRAD_MODE
+
+
+class _Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.linear(x).view(-1).add_(1)
+
+
+@alone
+def test_export(way):
+    def program():
+        program = torch.export.export(_Net(), (torch.ones(2, 2),))
+        return str(program.graph), program.module()(torch.ones(2, 2)).detach()
+
+    check(way, program)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@each_way("tracked", "handler", "full")
+def test_make_fx_records_no_more_nodes(way, tracing_mode):
+    def program():
+        graph = make_fx(_f, tracing_mode=tracing_mode)(torch.ones(2, 2))
+        return [str(node.target) for node in graph.graph.nodes]
+
+    check(way, program)
+
+
+def test_make_fx_of_a_tracked_function_records_no_more_nodes():
+    def targets(fn):
+        return [str(node.target) for node in make_fx(fn)(torch.ones(2, 2)).graph.nodes]
+
+    assert targets(vt.track()(_f)) == targets(_f)
+
+
+@alone
+def test_aot_function(way):
+    def program():
+        from functorch.compile import aot_function, nop
+
+        seen = []
+
+        def keep(graph, inputs):
+            seen.append([str(node.target) for node in graph.graph.nodes])
+            return nop(graph, inputs)
+
+        result = _gradients(aot_function(_f, fw_compiler=keep, bw_compiler=keep))
+        return result, seen
+
+    check(way, program)
+
+
+@alone
+def test_jit_script(way):
+    def program():
+        return torch.jit.script(torch.nn.Linear(2, 2))(torch.ones(1, 2)).detach()
+
+    check(way, program)
+
+
+@alone
+def test_jit_trace(way):
+    """Where a size is traced, an error of torch's own, as under any dispatch mode."""
+
+    def program():
+        straight = torch.jit.trace(lambda x: (x * 2).sin(), (torch.ones(2),))
+        return straight(torch.full((2,), 3.0))
+
+    check(way, program)
+    with vt.track(), pytest.raises(RuntimeError, match="instead found type 'int'"):
+        torch.jit.trace(_f, (torch.ones(2, 2),))
+
+
+def test_symbolic_trace():
+    graph = torch.fx.symbolic_trace(_Net())
+    with vt.track():
+        out = graph(torch.ones(2, 2))
+    assert out.shape == (4,)
+    assert out._version == 1
+
+
+# ------------------------------------------------------------------------------ higher-order ops
+
+
+def _cond():
+    x = torch.rand(3, requires_grad=True)
+    y = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+    y.sum().backward()
+    return y.detach().clone(), x.grad.clone()
+
+
+def _while_loop():
+    from torch._higher_order_ops import while_loop
+
+    return while_loop(
+        lambda n, x: n < 3, lambda n, x: (n + 1, x * 2), (torch.tensor(0), torch.ones(2))
+    )
+
+
+def _map():
+    from torch._higher_order_ops import map as torch_map
+
+    return torch_map(lambda row: row.sin() + 1, torch.rand(3, 2))
+
+
+def _scan():
+    from torch._higher_order_ops import scan
+
+    return scan(lambda carry, x: (carry + x, carry * x), torch.zeros(2), torch.rand(3, 2))
+
+
+def _flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (torch.rand(1, 1, 4, 8) for _ in range(3))
+    return flex_attention(q, k, v, score_mod=lambda score, b, h, m, n: score + (m - n))
+
+
+@pytest.mark.parametrize("program", [_cond, _while_loop, _map, _scan, _flex_attention])
+@alone
+def test_higher_order_op(way, program):
+    check(way, lambda: attempt(program))
