@@ -285,6 +285,7 @@ def test_lazy_device():
 
     def program():
         t = torch.ones(3, 3, device="lazy")
+        attempt(lambda: torch.add(t, 1, out=torch.ones(3, 3, device="lazy")))
         return attempt(lambda: t.__setitem__(torch.tensor([0, 2], device="lazy"), 0))
 
     with NoOp():
