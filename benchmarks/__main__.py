@@ -19,6 +19,7 @@ MODULES = (
     "bench_track",
     "bench_handler",
     "bench_subclass",
+    "bench_library",
     "bench_checkpoint",
     "bench_import",
 )

@@ -10,8 +10,7 @@ arguments made another call of it, and the body then runs below autograd, as usu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ class Call:
         hides_views: whether it found no views where the schema has them.
         counted_inside: for each written tensor, whether the body moved its counter by itself.
         recorded: what autograd has made of an output, and the alias that handlers got for it.
-        claimed: whether an ADInplaceOrView kernel has begun to work for this call.
     """
 
     __slots__ = (
@@ -42,7 +40,6 @@ class Call:
         "_grad",
         "_has_handlers",
         "args",
-        "claimed",
         "counted_inside",
         "hides_views",
         "kwargs",
@@ -65,7 +62,6 @@ class Call:
         self.hides_views = False
         self.counted_inside: list[bool] = []
         self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.claimed = False
         self._has_handlers = _torch.mode_stack_len() > 0 or any(map(_is_handled, tensors))
         self._excluded = _torch_library.excluded_keys()
         self._grad = torch.is_grad_enabled()
@@ -77,19 +73,18 @@ class Call:
     def __exit__(self, *exc: object) -> None:
         _under_way.calls.pop()
 
-    def claim(self) -> bool:
-        """Whether the asking ADInplaceOrView kernel is the one right below the Autograd kernel.
+    @property
+    def is_settled(self) -> bool:
+        """Whether autograd has made all views, and no handler has had a hand in it."""
+        return self.ran_inside and not (self._has_handlers or self.hides_views)
 
-        A tracking mode below it runs another.
-        """
-        first, self.claimed = not self.claimed, True
-        return first
-
-    @contextmanager
-    def as_called(self) -> Iterator[None]:
+    def run_inside(self, run: Callable[[], Any]) -> Any:
         """Run in the state of the user's call, as far as autograd goes."""
-        with _torch_library.as_called(self._excluded), torch.set_grad_enabled(self._grad):
-            yield
+        with _torch_library.as_called(self._excluded):
+            if torch.is_grad_enabled() == self._grad:
+                return run()
+            with torch.set_grad_enabled(self._grad):
+                return run()
 
     def handed_up(self, out: Any) -> Any:
         """The outputs as handlers get them."""

@@ -78,30 +78,23 @@ def _is(a: Any, b: Any) -> bool:
 
 
 def _output(spec: Spec, index: int, value: Any, args: Any, kwargs: Any) -> Any:
-    declared = str(spec.schema.returns[index].type)
-    is_list, is_optional = "List[" in declared, "Optional[" in declared
-    if value is None and is_optional:
-        return None
-    if "Tensor" in declared and isinstance(value, (list, tuple)) is not is_list:
+    declared = spec.returned[index]
+    if not declared.is_tensor or (value is None and declared.is_optional):
+        return value
+    if not isinstance(value, (list, tuple) if declared.is_list else torch.Tensor):
+        kind = "a list of tensors" if declared.is_list else "a tensor"
         raise _bad_return(
             spec,
-            f"returned {_kind(value)} as output {index}, which its schema calls "
-            f"{'a list of tensors' if is_list else 'a tensor'}",
-            f"return {'a list' if is_list else 'one tensor'}",
-        )
-    if "Tensor" in declared and not is_list and not isinstance(value, torch.Tensor):
-        raise _bad_return(
-            spec,
-            f"returned {_kind(value)} as output {index}, which its schema calls a tensor",
-            "return a tensor",
+            f"returned {_kind(value)} as output {index}, which its schema calls {kind}",
+            f"return {kind}",
         )
     if index not in spec.views:
-        return list(value) if is_list else value
+        return list(value) if declared.is_list else value
     given = spec.tensors(args, kwargs)
-    if is_list:
+    if declared.is_list:
         return [_torch_library.alias(t) if _is_any(t, given) else t for t in value]
     # An op such as `contiguous` returns its argument where there is nothing to do.
-    return _torch_library.alias(value) if _is_any(value, given) else value
+    return _torch_library.alias(value) if _is_any(value, given) else value  # type: ignore[arg-type]
 
 
 def _is_any(t: Any, candidates: list[torch.Tensor]) -> bool:
@@ -117,17 +110,19 @@ def check_aliases(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
     Raises:
         AliasingError: they differ.
     """
-    inputs = [(a.name, t) for a in spec.plan.arguments for t in a.tensors(args, kwargs)]
     fresh: list[Leaf] = []
     for leaf in spec.leaves(out):
         if leaf.index in spec.views:
             _check_view(spec, leaf, args, kwargs)
         elif leaf.index not in spec.written:
-            _check_fresh(spec, leaf, inputs)
             fresh.append(leaf)
+    if fresh:
+        inputs = [(a.name, t) for a in spec.plan.arguments for t in a.tensors(args, kwargs)]
+        for leaf in fresh:
+            _check_fresh(spec, leaf, inputs)
     for i, leaf in enumerate(fresh):
         for other in fresh[:i]:
-            if _share(leaf.t, other.t):
+            if share_storage(leaf.t, other.t):
                 raise _bad_alias(
                     spec,
                     f"returned {other} and {leaf} in one storage of "
@@ -140,7 +135,7 @@ def check_aliases(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
 
 def _check_view(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> None:
     arguments = spec.views[leaf.index].arguments
-    if any(_may_share(leaf.t, t) for a in arguments for t in a.tensors(args, kwargs)):
+    if any(_mayshare_storage(leaf.t, t) for a in arguments for t in a.tensors(args, kwargs)):
         return
     names = " or ".join(f"`{a.name}`" for a in arguments)
     raise _bad_alias(
@@ -153,7 +148,7 @@ def _check_view(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> None:
 
 def _check_fresh(spec: Spec, leaf: Leaf, inputs: Inputs) -> None:
     for name, t in inputs:
-        if leaf.t is t or _share(leaf.t, t):
+        if leaf.t is t or share_storage(leaf.t, t):
             raise _bad_alias(
                 spec,
                 f"returned {leaf} in the memory of its argument `{name}`, which its schema does "
@@ -162,7 +157,7 @@ def _check_fresh(spec: Spec, leaf: Leaf, inputs: Inputs) -> None:
             )
 
 
-def _share(t: torch.Tensor, other: torch.Tensor) -> bool:
+def share_storage(t: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors surely share memory."""
     try:
         return _torch.is_alias_of(t, other) and t.untyped_storage().nbytes() > 0
@@ -170,7 +165,7 @@ def _share(t: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
-def _may_share(t: torch.Tensor, base: torch.Tensor) -> bool:
+def _mayshare_storage(t: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether two tensors share memory, as far as can be told."""
     try:
         if is_wrapper(base):
@@ -191,13 +186,15 @@ def check_undeclared_writes(
     Raises:
         AliasingError: the body wrote an argument that its schema does not call written.
     """
+    if all(version(t) == was for t, was in zip(tensors, before, strict=True)):
+        return
     written = [t for _, t in spec.writes(args, kwargs)]
     for a in spec.plan.arguments:
         if a.is_write:
             continue
         for t in a.tensors(args, kwargs):
             was = before[next(i for i, given in enumerate(tensors) if given is t)]
-            if version(t) != was and not any(_share(t, w) for w in written):
+            if version(t) != was and not any(share_storage(t, w) for w in written):
                 raise _bad_alias(
                     spec,
                     f"wrote its argument `{a.name}`, which its schema does not say",

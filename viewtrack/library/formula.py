@@ -53,7 +53,7 @@ class Formula:
         leaves = [leaf for leaf in spec.leaves(out) if leaf.index not in spec.written]
         for leaf, ghost in zip(leaves, ghosts, strict=False):
             if leaf.index in spec.views:
-                t = marked_leaf(call, leaf, None)
+                t = marked_leaf(call, leaf, _by_geometry)
                 if _is_recorded(ghost):
                     _torch_library.set_history(t, ghost)
                 put(outputs, leaf.place, t)
@@ -94,6 +94,10 @@ def _functional(call: Call, out: Any, ghosts: tuple[torch.Tensor, ...]) -> Any:
     for leaf, ghost in zip(leaves, ghosts, strict=False):
         put(outputs, leaf.place, ghost)
     return spec.packed(with_arguments(spec, outputs, call.args, call.kwargs))
+
+
+def _by_geometry(call: Call, leaf: Leaf) -> None:
+    """No view_fn: running the op again would write again."""
 
 
 def _is_recorded(ghost: torch.Tensor) -> bool:

@@ -56,12 +56,14 @@ def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
         The outputs. Those that the schema calls arguments are the arguments.
     """
     spec = call.spec
+    if call.is_settled and spec.only_views:
+        return out
     outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
     for found in list(spec.leaves(out)):
         leaf = Leaf(found.place, call.taken_back(found.t))
         put(outputs, leaf.place, leaf.t)
         if leaf.index in spec.views:
-            put(outputs, leaf.place, marked_leaf(call, leaf, _view_fn(call, leaf)))
+            put(outputs, leaf.place, marked_leaf(call, leaf, _view_fn))
         elif needs and leaf.index not in spec.written:
             _settle_fresh(call, leaf)
     if needs:
@@ -79,7 +81,9 @@ def with_arguments(spec: Spec, outputs: list[Any], args: Any, kwargs: Any) -> li
 # ------------------------------------------------------------------------------ views
 
 
-def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
+def marked_leaf(
+    call: Call, leaf: Leaf, make: Callable[[Call, Leaf], ViewFn | None]
+) -> torch.Tensor:
     """The output as a view of its base: itself, unless it is a view of something else already."""
     spec, t = call.spec, leaf.t
     base = base_of(call, leaf)
@@ -94,6 +98,7 @@ def marked_leaf(call: Call, leaf: Leaf, view_fn: ViewFn | None) -> torch.Tensor:
         # The handler of a subclass need not give its views the storage of their base.
         apart = is_wrapper(t) and is_wrapper(base)
         meta = _creation_meta(leaf)
+        view_fn = make(call, Leaf(leaf.place, t))
         try:
             return mark_as_view(t, base, True, True, view_fn, meta, alias_storage=apart)
         except AliasingError as error:

@@ -2,11 +2,13 @@
 
 From above to below, with what a native op has in its place:
 
-* Autograd (VariableType): refuses what may not be written, notes the call (`call.py`), and in the
-  end sees to it that each output has its history: autograd's own, the user's formula, or one that
-  raises when a gradient reaches it, since a silent wrong one is worse;
-* ADInplaceOrView (ADInplaceOrViewType): moves the counters of what was written, unless the body's
-  own ops have; marks views where no Autograd kernel ran (inference mode);
+* Autograd (VariableType): refuses what may not be written, notes the call (`call.py`), moves the
+  counters of what was written unless the body's own ops have, and in the end sees to it that each
+  output has its history: autograd's own, the user's formula, or one that raises when a gradient
+  reaches it, since a silent wrong one is worse;
+* ADInplaceOrView (ADInplaceOrViewType): counts and marks where no Autograd kernel does, in
+  inference mode and in a handler that has this key on. The Autograd kernel does its work else, and
+  skips it, to spare a hop;
 * BackendSelect, which is below all handlers and is reached from everywhere: runs the backend's
   kernel in the state of the user's call, and compares what came out with the schema. A raw write
   that a handler issued is counted here, as nobody else would.
@@ -22,14 +24,14 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch_library
 from ..errors import ViewTrackError
 from ..info import version
 from ..site import locate
 from ..view import share_version
 from . import traced
 from .call import Call, under_way
-from .checks import check_aliases, check_undeclared_writes
+from .checks import check_aliases, check_undeclared_writes, share_storage
 from .formula import is_transformed
 from .history import check_writable, settle, wants_gradient
 from .relations import note_inside
@@ -45,7 +47,7 @@ class Kernels:
         self.spec = spec
 
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Above: refuse, note, redispatch, settle."""
+        """Above: refuse, note, redispatch, count, settle."""
         spec = self.spec
         tensors = spec.tensors(args, kwargs)
         needs = wants_gradient(tensors)
@@ -53,52 +55,34 @@ class Kernels:
             _refuse_out(spec)
         if traced.looks_through(spec, tensors, args, kwargs, needs):
             return traced.run_body(spec, args, kwargs)
-        written = spec.writes(args, kwargs)
+        written = [t for _, t in spec.writes(args, kwargs)]
         if needs:
-            for _, t in written:
+            for t in written:
                 check_writable(t)
-        keyset = keyset & _torch_library.after_autograd
-
-        def run() -> Any:
-            with call, _torch_library.below_autograd():
-                if traced.is_opaque_in(spec, tensors, args, kwargs):
-                    return traced.run_opaque(spec, args, kwargs)
-                return spec.op.redispatch(keyset, *args, **kwargs)
-
         looks_inside = spec.formula is None and not spec.opaque
         call = Call(spec, tensors, args, kwargs, looks_inside)
-        in_function = not spec.only_views or is_transformed(tensors)
-        if needs and spec.formula is not None and in_function:
-            return spec.formula.run(call, run)
-        histories = [t.grad_fn for _, t in written] if needs else []
-        return settle(call, run(), needs, histories)
+        if needs and spec.formula is not None and (not spec.only_views or is_transformed(tensors)):
+            return spec.formula.run(call, lambda: _counted(call, keyset, written))
+        histories = [t.grad_fn for t in written] if needs else []
+        return settle(call, _counted(call, keyset, written), needs, histories)
 
     def inplace_or_view(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the middle: redispatch, count."""
+        """In the middle, where no Autograd kernel ran right above: the same without a gradient."""
         spec = self.spec
         tensors = spec.tensors(args, kwargs)
-        call = under_way(spec, tensors)
         written = [t for _, t in spec.writes(args, kwargs)]
-        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in written):
-            _refuse_inference_tensor(spec)
-        if call is None and traced.looks_through(spec, tensors, args, kwargs, False):
-            return traced.run_body(spec, args, kwargs)
-        keyset = keyset & _torch_library.after_inplace_or_view
-        before = [version(t) for t in written]
+        call = under_way(spec, tensors)
         if call is None:
-            call = Call(spec, tensors, args, kwargs, not spec.opaque and spec.formula is None)
-            with call, _torch_library.below_inplace_or_view():
-                if traced.is_opaque_in(spec, tensors, args, kwargs):
-                    out = traced.run_opaque(spec, args, kwargs)
-                else:
-                    out = spec.op.redispatch(keyset, *args, **kwargs)
-            out = settle(call, out, False, [])
-        else:
-            outermost = call.claim()
-            with _torch_library.below_inplace_or_view():
-                out = spec.op.redispatch(keyset, *args, **kwargs)
-            if not outermost:
-                _share_versions(spec, args, kwargs, out)
+            if traced.looks_through(spec, tensors, args, kwargs, False):
+                return traced.run_body(spec, args, kwargs)
+            looks_inside = spec.formula is None and not spec.opaque
+            call = Call(spec, tensors, args, kwargs, looks_inside)
+            return settle(call, _counted(call, keyset, written), False, [])
+        # A tracking mode below the Autograd kernel has put this key on again.
+        before = [version(t) for t in written]
+        with _torch_library.below_inplace_or_view():
+            out = spec.op.redispatch(keyset & _torch_library.after_inplace_or_view, *args, **kwargs)
+        _share_versions(spec, args, kwargs, out)
         _count(written, before)
         return out
 
@@ -140,8 +124,7 @@ class Kernels:
     def _look_inside(self, call: Call, keyset: Any, before: list[int | None]) -> Any:
         spec = self.spec
         try:
-            with call.as_called():
-                out = spec.op.redispatch(keyset, *call.args, **call.kwargs)
+            out = call.run_inside(lambda: spec.op.redispatch(keyset, *call.args, **call.kwargs))
         except RuntimeError as error:
             untouched = [version(t) for t in call.tensors] == before
             if "numpy() on Tensor that requires grad" not in str(error) or not untouched:
@@ -153,6 +136,21 @@ class Kernels:
                 return spec.op.redispatch(keyset, *call.args, **call.kwargs)
         note_inside(call, out)
         return out
+
+
+def _counted(call: Call, keyset: Any, written: list[torch.Tensor]) -> Any:
+    """Redispatch to what is below autograd, and move the counters of what was written."""
+    spec, args, kwargs = call.spec, call.args, call.kwargs
+    if any(t.is_inference() for t in written) and not torch.is_inference_mode_enabled():
+        _refuse_inference_tensor(spec)
+    before = [version(t) for t in written]
+    with call, _torch_library.below_inplace_or_view():
+        if traced.is_opaque_in(spec, call.tensors, args, kwargs):
+            out = traced.run_opaque(spec, args, kwargs)
+        else:
+            out = spec.op.redispatch(keyset & _torch_library.after_inplace_or_view, *args, **kwargs)
+    _count(written, before)
+    return out
 
 
 def _count(written: list[torch.Tensor], before: list[int | None]) -> None:
@@ -167,7 +165,7 @@ def _share_versions(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
         if leaf.index in spec.views and not leaf.t._is_view() and not leaf.t.requires_grad:
             for argument in spec.views[leaf.index].arguments:
                 for base in argument.tensors(args, kwargs):
-                    if _torch.is_alias_of(leaf.t, base):
+                    if share_storage(leaf.t, base):
                         share_version(leaf.t, base)
 
 

@@ -35,6 +35,8 @@ class Spec:
         lib: the ``torch.library.Library`` that its kernels are registered in.
         companion: the op that compilers are given where the body is opaque (`traced.py`).
         schema: the FunctionSchema.
+        only_views: whether running it again does no harm, and gives only views.
+        returned: what kind of value each output is.
         bottom_plan: the plan as it is without an ADInplaceOrView kernel, to ask who counts a write.
     """
 
@@ -50,6 +52,8 @@ class Spec:
     lib: Any = None
     companion: Any = None
     schema: Any = field(init=False)
+    only_views: bool = field(init=False)
+    returned: list[_Returned] = field(init=False)
     bottom_plan: Plan = field(init=False)
     views: dict[int, Output] = field(init=False)
     written: dict[int, Output] = field(init=False)
@@ -59,16 +63,19 @@ class Spec:
         self.bottom_plan = replace(self.plan, has_native_kernel=False)
         self.views = {output.index: output for output in self.plan.views}
         self.written = {output.index: output for output in self.plan.written}
+        arguments = self.schema.arguments
+        self._positional = [a for a in arguments if not a.kwarg_only]
+        self._named = [a for a in arguments if a.kwarg_only]
+        # Where all tensors are passed one by one and by position they are found at once.
+        plain = not any(a.is_list or a.kwarg_only for a in self.plan.arguments)
+        self._places = [a.index for a in self.plan.arguments] if plain else None
+        self.only_views = not self.plan.writes and len(self.views) == self.plan.returns
+        self.returned = [_Returned(str(r.type)) for r in self.schema.returns]
 
     @property
     def name(self) -> str:
         """The name that errors show."""
         return self.plan.qualified
-
-    @property
-    def only_views(self) -> bool:
-        """Whether running it again does no harm, and gives only views."""
-        return not self.plan.writes and len(self.views) == self.plan.returns
 
     @property
     def is_trivial(self) -> bool:
@@ -77,10 +84,14 @@ class Spec:
 
     def tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """All tensors among the arguments, in the schema's order."""
+        if self._places is not None and len(args) == len(self._positional):
+            return [args[i] for i in self._places if args[i] is not None]
         return [t for a in self.plan.arguments for t in a.tensors(args, kwargs)]
 
     def writes(self, args: Any, kwargs: Any) -> list[tuple[Argument, torch.Tensor]]:
         """The tensors that a call writes."""
+        if not self.plan.writes:
+            return []
         return [(a, t) for a in self.plan.writes for t in a.tensors(args, kwargs)]
 
     def outputs(self, out: Any) -> tuple[Any, ...]:
@@ -95,6 +106,9 @@ class Spec:
 
     def leaves(self, out: Any) -> Iterator[Leaf]:
         """The output tensors."""
+        if isinstance(out, torch.Tensor):
+            yield Leaf(_FIRST, out)
+            return
         for index, value in enumerate(self.outputs(out)):
             if isinstance(value, torch.Tensor):
                 yield Leaf(Place(index, None), value)
@@ -105,10 +119,10 @@ class Spec:
 
     def completed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with those that the dispatcher left out for being the defaults."""
-        arguments = self.schema.arguments
-        positional = [a for a in arguments if not a.kwarg_only]
-        rest = [kwargs.get(a.name, a.default_value) for a in positional[len(args) :]]
-        named = {a.name: kwargs.get(a.name, a.default_value) for a in arguments if a.kwarg_only}
+        if len(args) == len(self._positional) and not self._named:
+            return args, kwargs
+        rest = [kwargs.get(a.name, a.default_value) for a in self._positional[len(args) :]]
+        named = {a.name: kwargs.get(a.name, a.default_value) for a in self._named}
         return (*args, *rest), named
 
     def run_body(self, args: Any, kwargs: Any) -> Any:
@@ -119,6 +133,17 @@ class Spec:
         """Run the op below autograd: its outputs have no autograd metadata."""
         with _torch_library.below_inplace_or_view():
             return self.op(*args, **kwargs)
+
+
+class _Returned:
+    """What kind of value an output is."""
+
+    __slots__ = ("is_list", "is_optional", "is_tensor")
+
+    def __init__(self, kind: str) -> None:
+        self.is_tensor = "Tensor" in kind
+        self.is_list = "List[" in kind
+        self.is_optional = "Optional[" in kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +168,21 @@ class Place:
         return f"output {self.index}" + ("" if self.position is None else f"[{self.position}]")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """An output tensor `t` and its place.
+    """An output tensor `t`, its place, and the index of the output that it is, or is in.
 
     Whatever outlives the call keeps the place alone: t holds on to its view_fn and its grad_fn.
     """
 
-    place: Place
-    t: torch.Tensor
+    __slots__ = ("index", "place", "t")
 
-    @property
-    def index(self) -> int:
-        """Which output it is, or is in."""
-        return self.place.index
+    def __init__(self, place: Place, t: torch.Tensor) -> None:
+        self.place = place
+        self.t = t
+        self.index = place.index
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+_FIRST = Place(0, None)

@@ -119,8 +119,7 @@ def fake_of(spec: Spec) -> Body:
 def _run_inside(call: Call | None, spec: Spec, args: Any, kwargs: Any) -> Any:
     if call is None or not call.looks_inside:
         return spec.run_body(args, kwargs)
-    with call.as_called():
-        out = spec.run_body(args, kwargs)
+    out = call.run_inside(lambda: spec.run_body(args, kwargs))
     note_inside(call, out)
     return call.handed_up(out)
 
