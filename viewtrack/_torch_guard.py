@@ -80,6 +80,7 @@ class CachedMode(_checkpoint._CachedTorchDispatchMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
+        self.func_counter: dict[Any, int] = {}  # from 2.13 on the parent's __enter__ clears it
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]

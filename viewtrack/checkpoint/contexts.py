@@ -192,7 +192,6 @@ class CachedMode(_torch_guard.CachedMode):
         self.cache = cache
         self._policy = policy
         self._acts = False
-        self.func_counter: dict[Any, int] = {}  # torch's own name: its __enter__ clears it
 
     def __enter__(self) -> Self:
         if self.cache.inputs is not None:

@@ -1,0 +1,108 @@
+"""What the guard relies on in torch: its own selective checkpointing, hooks, counters."""
+
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from view_makers import share_a_counter
+
+from viewtrack import _torch_guard
+
+HERE = f"torch {torch.__version__}"
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def test_torch_says_how_it_finds_entries_by_the_policy_context():
+    assert _torch_guard.POLICY_IN_FORWARD_ONLY is (RELEASE >= (2, 13)), HERE
+    source = inspect.getsource(torch_checkpoint._CachedTorchDispatchMode)
+    assert ("policy_fn(" in source) is not _torch_guard.POLICY_IN_FORWARD_ONLY, HERE
+
+
+@pytest.mark.parametrize("name", ["SAC_IGNORED_OPS", "SelectiveCheckpointContext"])
+def test_names_that_the_contexts_read(name):
+    assert hasattr(torch_checkpoint, name), HERE
+
+
+def test_the_messages_of_torch_are_the_ones_that_are_given():
+    source = inspect.getsource(torch_checkpoint)
+    for text in ("Trying to backward an extra time", "encountered during backward"):
+        assert text in source, HERE
+    assert "has been mutated" in source, HERE
+
+
+def test_the_modes_are_torchs_own_by_class():
+    assert _torch_guard.is_stock_caching(_torch_guard.CachingMode()), HERE
+    assert not _torch_guard.is_stock_caching(_torch_guard.CachedMode()), HERE
+    with _torch_guard.CachedMode(), _torch_guard.CachingMode():
+        pass
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_counter_shares_the_counter_and_keeps_no_memory(below):
+    counters, seen = [], []
+
+    class Smuggle(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            out = func(*args, **(kwargs or {}))
+            counters.append(_torch_guard.counter_of(out))
+            return out
+
+    x = torch.ones(4, requires_grad=True)
+    if below:
+        with Smuggle():
+            t = x + 1
+    else:
+        t = x + 1
+        counters.append(_torch_guard.counter_of(t))
+    (counter,) = counters
+    assert len(seen) == below, HERE
+    assert counter.numel() == 0, HERE
+    assert t._version == 0, HERE
+    assert share_a_counter(counter, t), HERE
+    storage = weakref.ref(t.untyped_storage())
+    del t
+    gc.collect()
+    assert storage() is None, HERE
+
+
+def test_no_mode_is_called_where_dispatch_is_off():
+    class Raises(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Raises(), _torch_guard.no_torch_dispatch():
+        torch.ones(2).add(1)
+
+
+def test_a_trace_and_fake_tensors_are_told():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = []
+
+    def body(x):
+        found.append(_torch_guard.is_compiling())
+        return x + 1
+
+    body(torch.ones(2))
+    make_fx(body)(torch.ones(2))
+    assert found == [False, True], HERE
+
+
+def test_hooks_that_are_there():
+    pair = (lambda t: t, lambda t: t)
+    assert _torch_guard.top_saved_tensors_hooks() is None, HERE
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        found = _torch_guard.top_saved_tensors_hooks()
+    assert found == (pair if RELEASE >= (2, 7) else None), HERE
+
+
+def test_the_key_of_an_op_is_the_op():
+    op = torch.ops.aten.mm.default
+    assert _torch_guard.cache_key(op, ()) is op, HERE
+    hop = torch.ops.higher_order.cond
+    assert _torch_guard.cache_key(hop, ()) is hop, HERE
