@@ -13,7 +13,11 @@ ROOT = Path(__file__).parent.parent
 
 def run(*args):
     """What an example printed, and what went to stderr."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     done = subprocess.run(
         [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
@@ -89,3 +93,17 @@ def test_selective_checkpoint_guard_names_both_lines():
     assert re.search(rf"saved +aten.mm.default -> f32\[10, 32\] +\S*{saved} in forward", out)
     assert re.search(rf"written +aten.elu_.default\(self\) +\S*{written} in forward", out)
     assert f"around torch's contexts: aten.elu_.default on line {written.rpartition(':')[2]}" in out
+
+
+@pytest.mark.compat
+def test_peft_bdlora_is_wrong_silently_and_the_guard_names_the_line():
+    for package in ("peft", "transformers"):
+        pytest.importorskip(package, reason=f"`{package}` is of the `compat` extra")
+    out, _ = run("examples/compat_peft_bdlora.py")
+    [off] = re.findall(r"no error, gradients off by ([\d.]+)%", out)
+    assert float(off) > 1
+    lines = re.findall(r"^(.+): aten\.add_\.Tensor at (.+):(\d+) in forward$", out, re.MULTILINE)
+    assert [name for name, _, _ in lines] == ["guarded", "torch's, watched from outside"]
+    for _, path, number in lines:
+        assert path.endswith("peft/tuners/lora/variants.py")
+        assert "+=" in Path(path).read_text().splitlines()[int(number) - 1]
