@@ -58,6 +58,16 @@ def without_metadata(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def uncounted(out: Any, given: Any) -> Any:
+    """The outputs, each new one with a counter at nothing. Run it with ADInplaceOrView off."""
+    if isinstance(out, torch.Tensor):
+        counted = not out.is_inference() and out._version > 0 and not is_any(out, given)
+        return _detach(out) if counted else out
+    if isinstance(out, (list, tuple)):
+        return type(out)(uncounted(t, given) for t in out)
+    return out
+
+
 def tensors(out: Any) -> list[torch.Tensor]:
     """The tensors among an op's outputs."""
     if isinstance(out, torch.Tensor):

@@ -47,6 +47,7 @@ from .operands import (
     join_views,
     joinable,
     stripped,
+    uncounted,
     undeclared,
     written,
 )
@@ -159,6 +160,10 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     counted, in_handler, _ = located
     run = _plain if counted else _recorded if _is_recorded(plan) and not in_handler else _guarded
     out = run(mode, plan, op, args, kwargs)
+    if plan.is_aten and not plan.is_composite and plan.returns > len(plan.written):
+        # Above, the op's Autograd kernel keeps what it calls from counting on a new result
+        # (rrelu_with_noise).
+        out = uncounted(out, (*args, *kwargs.values()))
     for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
         unseen = (argument.is_list or not plan.is_aten) and is_wrapper(t) and not counted

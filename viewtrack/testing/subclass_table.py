@@ -54,7 +54,7 @@ _VIEWS: dict[str, Callable[[torch.Tensor, Of], Any]] = {
     "tensor_split": lambda x, of: x.tensor_split(2, 1),
     "transpose": lambda x, of: x.transpose(0, 1),
     "unbind": lambda x, of: x.unbind(0),
-    "unfold": lambda x, of: x.unfold(1, 2, 1)[0],
+    "unfold": lambda x, of: x.unfold(1, 2, 2)[0],
     "unsqueeze": lambda x, of: x.unsqueeze(1),
     "view": lambda x, of: x.view(6),
     "view_as": lambda x, of: x.view_as(of(_ones(3, 2))),

@@ -114,7 +114,8 @@ def _sweep_call(call: Call, op_name: str, findings: Findings) -> None:
 
     plain = {d.what for d in differing(NoOpMode)}
     tracked = {d.what: d for d in [*differing(_tracked_mode), *differing(track)]}
-    steady = [d for d in tracked.values() if is_steady(call, d)]
+    again = {d.what for d in [*differing(_tracked_mode), *differing(track)]} if tracked else set()
+    steady = [d for d in tracked.values() if d.what in again and is_steady(call, d)]
     findings.of_any_mode += [d for d in steady if d.what in plain]
     findings.mended += len(plain - set(tracked))
     if (op_name, call.variant) not in BETTER_THAN_STOCK:
