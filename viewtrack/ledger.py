@@ -156,12 +156,14 @@ class Ledger:
 
     def record(self, t: torch.Tensor, facts: _Facts) -> None:
         """Enter a write to `t`: op, argument, place, thread, versions before and after."""
-        try:
+        if has_storage(t):
             # As `key_of`, in line: nearly every write finds its entry here.
-            known = self._entries.get(t.untyped_storage()._cdata) if has_storage(t) else None
-            entry = known or self.open(t)
-            geometry = (t.storage_offset(), t.size(), t.stride(), t.dtype)
-        except (RuntimeError, NotImplementedError):  # a tensor without storage
+            entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
+            try:
+                geometry = (t.storage_offset(), t.size(), t.stride(), t.dtype)
+            except (RuntimeError, NotImplementedError):  # nested, of layout strided
+                geometry = None
+        else:
             entry, geometry = self.open(t), None
         with self._lock:
             entry.append(facts, geometry)
