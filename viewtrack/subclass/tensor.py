@@ -219,7 +219,7 @@ def _blank(cls: type[T], inner: torch.Tensor, dtype: torch.dtype, requires_grad:
         dtype=dtype,
         device=inner.device,
         requires_grad=requires_grad,
-        **_geometry(inner),
+        **_geometry(inner, dtype),
     )
     if inner.is_conj() or inner.is_neg():
         _torch_subclass.set_conj_and_neg(self, inner)
@@ -229,17 +229,20 @@ def _blank(cls: type[T], inner: torch.Tensor, dtype: torch.dtype, requires_grad:
     return self
 
 
-def _geometry(inner: torch.Tensor) -> dict[str, Any]:
+def _geometry(inner: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     if inner.layout is torch.sparse_coo:
         return {"layout": inner.layout}
     # A wrapper cannot have any other layout itself, but it can be asked for it.
     asked: dict[str, Any] = {} if inner.layout is torch.strided else {"dispatch_layout": True}
     if inner.layout not in (torch.strided, torch.jagged):
         return asked
+    nbytes = inner.untyped_storage().size()
+    if dtype is not inner.dtype:  # as many elements, in the dtype that the wrapper shows
+        nbytes = nbytes // inner.element_size() * dtype.itemsize
     return {
         "strides": inner.stride(),
         "storage_offset": inner.storage_offset(),
-        "storage_size": inner.untyped_storage().size(),
+        "storage_size": nbytes,
         **asked,
     }
 
