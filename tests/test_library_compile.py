@@ -202,3 +202,22 @@ def test_opcheck(op, args):
 def test_opcheck_of_schema_and_registration(op, args):
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(op().op, args(), test_utils=utils)
+
+
+@pytest.mark.parametrize("op", [raw_zero_, raw_clear, axpy_], ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["normal tensor", "inference tensor"])
+def test_inference_mode(op, inside):
+    rest = (torch.ones(3), 2) if op is axpy_ else ()
+
+    def fn(x):
+        op(x, *rest)
+        return head(x, 2) + 1
+
+    eager, compiled = torch.ones(3), torch.ones(3)
+    with torch.inference_mode():
+        if inside:
+            eager, compiled = torch.ones(3), torch.ones(3)
+        expected = fn(eager)
+        found = torch.compile(fn, backend="aot_eager", fullgraph=True)(compiled)
+    assert compiled.tolist() == eager.tolist()
+    assert found.tolist() == expected.tolist()

@@ -127,3 +127,14 @@ def test_a_formula_is_not_passed_by_where_the_body_is_batched():
     assert grads.tolist() == [[100, 100, 0, 0]] * 2
     with pytest.raises(ViewTrackError, match="register_vmap"):
         torch.func.grad(lambda x: torch.func.vmap(op)(x * 1).sum())(BATCH)
+
+
+def test_an_opaque_body_is_not_differentiated():
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), lambda x: x.mul_(2), opaque=True)
+    assert torch.func.vmap(lambda x: op(x * 1))(BATCH).tolist() == (BATCH * 2).tolist()
+    with pytest.raises(ViewTrackError, match=r"opaque.*register_autograd"):
+        torch.func.grad(lambda x: op(x * 1).sum())(X)
+    with pytest.raises(ViewTrackError, match=r"opaque.*register_vmap"):
+        torch.func.grad(lambda x: torch.func.vmap(lambda y: op(y * 1))(x).sum())(BATCH)
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    assert torch.func.grad(lambda x: op(x * 1).sum())(X).tolist() == [2] * 4

@@ -121,6 +121,11 @@ def backend_of(args: Any, kwargs: Any) -> Any:
     return _C.DispatchKeySet(getattr(DispatchKey, _C._dispatch_key_for_device(first.device.type)))
 
 
+def destroy(lib: torch.library.Library) -> None:
+    """Take back all that was registered in a library."""
+    lib._destroy()
+
+
 def impl(lib: torch.library.Library, name: str, kernel: Any, key: str) -> None:
     """Register a kernel that takes the key set, in the place of an older one if there is one."""
     torch.library._impls.discard(f"{lib.ns}/{name.partition('::')[2]}/{key}")  # refused before 2.9
@@ -156,6 +161,27 @@ def is_functional(t: torch.Tensor) -> bool:
 @functools.cache
 def _functional_tensor() -> Any:
     return sys.modules["torch._subclasses.functional_tensor"].FunctionalTensor
+
+
+def call_functionalized(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """From a Functionalize kernel, let AOTAutograd's mode handle an op that writes.
+
+    The kernel gets the C++ halves of FunctionalTensors, so they are made whole again.
+    """
+    whole = _functional_tensor()
+    module = sys.modules[whole.__module__]
+    with module.FunctionalTensorMode() as mode, _torch._exclusion(_FUNCTIONALIZE, _torch._NONE):
+
+        def wrap(t: torch.Tensor) -> torch.Tensor:
+            wrapped: torch.Tensor = whole(t, mode) if torch._is_functional_tensor(t) else t
+            return wrapped
+
+        args, kwargs = _torch.tree_map_only(torch.Tensor, wrap, (args, kwargs))
+        out = op(*args, **kwargs)
+    return _torch.tree_map_only(whole, lambda t: t.elem, out)
+
+
+_FUNCTIONALIZE = _C.DispatchKeySet(DispatchKey.Functionalize)
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction

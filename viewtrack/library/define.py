@@ -60,7 +60,7 @@ def _own_library(namespace: str, qualified: str) -> torch.library.Library:
     """A library for one op, that lives until the op is defined again, as in a notebook."""
     before = _own.pop(qualified, None)
     if before is not None:
-        before._destroy()
+        _torch_library.destroy(before)
     library = _own[qualified] = torch.library.Library(namespace, "FRAGMENT")
     return library
 

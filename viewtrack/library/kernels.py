@@ -112,7 +112,7 @@ class Kernels:
 
     def functionalize(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """For compilers: the ATen ops that the body is made of."""
-        return traced.run_body(self.spec, args, kwargs)
+        return traced.functionalize(self.spec, args, kwargs)
 
     def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """For vmap: the user's rule, or the body."""

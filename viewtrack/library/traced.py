@@ -29,6 +29,11 @@ def looks_through(
 ) -> bool:
     """Whether the body is to run in the op's place."""
     if any(_torch.is_functorch_wrapped(t) for t in tensors):
+        if needs and spec.opaque and spec.formula is None:
+            raise ViewTrackError(
+                f"`{spec.name}` ({spec.where}) is opaque, and torch.func cannot differentiate it; "
+                f"give it a gradient formula by `register_autograd`"
+            )
         return spec.formula is None and not spec.opaque
     if any(_torch_library.is_functional(t) for t in tensors):
         return spec.formula is None and not is_opaque(spec, tensors, args, kwargs)
@@ -76,10 +81,11 @@ def check_formula_is_kept(spec: Spec, tensors: list[torch.Tensor]) -> None:
     Raises:
         ViewTrackError: the op has a formula and no batching rule, and a gradient is asked for.
     """
-    if spec.formula is not None and any(_torch_library.needs_grad_inside(t) for t in tensors):
+    hidden = spec.formula is not None or spec.opaque
+    if hidden and any(_torch_library.needs_grad_inside(t) for t in tensors):
         raise ViewTrackError(
-            f"`{spec.name}` ({spec.where}) has a gradient formula of its own and no batching rule; "
-            f"give it one by `register_vmap`"
+            f"`{spec.name}` ({spec.where}) is opaque or has a gradient formula of its own, and has "
+            f"no batching rule; give it one by `register_vmap`"
         )
 
 
@@ -156,7 +162,21 @@ def run_opaque(spec: Spec, args: Any, kwargs: Any) -> Any:
             f"`{spec.name}` ({spec.where}) returns a view, and its body is opaque to compilers; "
             f"make the view of ops that can be traced, in an op of its own"
         )
-    fresh = _companion(spec)(*args, **kwargs)
+    return _with_arguments(spec, _companion(spec)(*args, **kwargs), args, kwargs)
+
+
+def functionalize(spec: Spec, args: Any, kwargs: Any) -> Any:
+    """What a Functionalize kernel does: run the body, or hand the compiler the companion."""
+    tensors = spec.tensors(args, kwargs)
+    in_transform = any(_torch.is_functorch_wrapped(t) for t in tensors)
+    if in_transform or spec.views or not is_opaque(spec, tensors, args, kwargs):
+        return run_body(spec, args, kwargs)
+    fresh = _torch_library.call_functionalized(_companion(spec), args, kwargs)
+    return _with_arguments(spec, fresh, args, kwargs)
+
+
+def _with_arguments(spec: Spec, fresh: Any, args: Any, kwargs: Any) -> Any:
+    """The op's outputs, of those that the companion has."""
     rest = iter(fresh if isinstance(fresh, tuple) else (fresh,))
     outputs = [
         spec.written[i].arguments[0].of(args, kwargs) if i in spec.written else next(rest)
