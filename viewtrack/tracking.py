@@ -21,7 +21,6 @@ from .operands import first_tensor, join_views, only_plain, written
 from .plan import Argument, Plan
 from .site import Site, issued_in_handler, locate, place_of, site_at
 from .steps import Step, choose, chosen
-from .steps import step_for as step_for
 from .watch import Watching, note_write
 
 _mode_stack_len = _torch.mode_stack_len
