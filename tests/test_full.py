@@ -376,3 +376,13 @@ def test_storage_that_was_exchanged_meanwhile_is_no_base():
 def test_refuses_other_words():
     with pytest.raises(ValueError, match="'version' or 'full'"):
         vt.track(views="none")
+
+
+def test_handler_that_torch_refuses_is_refused():
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with vt.track(views="full"), Mode(), pytest.raises(RuntimeError, match="classmethod"):
+        torch.ones(2) + 1

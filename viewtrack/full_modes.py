@@ -7,6 +7,7 @@ The bracket is an attribute of the mode that is entered (C++ asks the instance f
 
 from __future__ import annotations
 
+import inspect
 import threading
 from types import MethodType
 from typing import Any
@@ -94,9 +95,16 @@ def _put_bracket(mode: Any) -> None:
     bracket = _bracket_of(mode)
     if bracket is not None:
         bracket.depth += 1
-    elif not (_here.views is None or isinstance(mode, _torch.QuietMode) or mode.is_infra_mode()):
+    elif _here.views is not None and not _is_left_alone(mode):
         # A bound method, since C++ refuses a handler that does not belong to the mode.
         setattr(mode, _HANDLER, MethodType(_Bracket(mode), mode))
+
+
+def _is_left_alone(mode: Any) -> bool:
+    """Our own modes, torch's machinery, and a handler that C++ is about to refuse."""
+    if isinstance(mode, _torch.QuietMode) or mode.is_infra_mode():
+        return True
+    return isinstance(inspect.getattr_static(type(mode), _HANDLER), classmethod)
 
 
 def _take_bracket(mode: Any) -> None:

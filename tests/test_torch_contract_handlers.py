@@ -1,0 +1,107 @@
+"""What `tracked` and ``views="full"`` rely on in torch."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from viewtrack import _torch
+
+HERE = f"torch {torch.__version__}"
+
+
+class _Noted(torch.Tensor):
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(func.__name__)
+        args[0].__class__ = torch.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plain_tensor_may_be_lent_a_class_and_take_it_back():
+    t = torch.ones(2)
+    t.__class__ = _Noted
+    assert not t._is_view(), HERE
+    assert _Noted.asked == ["_is_view"], HERE
+    assert type(t) is torch.Tensor, HERE
+
+
+def test_cpp_asks_the_instance_of_a_mode_for_its_handler():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+
+    def instead(mode, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+    mode = Mode()
+    mode.__torch_dispatch__ = MethodType(instead, mode)
+    with mode:
+        torch.ones(2).neg()
+    assert torch.ops.aten.neg.default in seen, HERE
+
+
+def test_base_class_enters_and_leaves_every_mode():
+    class Mode(TorchDispatchMode):
+        def __enter__(self):
+            return super().__enter__()
+
+    assert "__enter__" in vars(TorchDispatchMode), HERE
+    assert "__exit__" in vars(TorchDispatchMode), HERE
+    assert Mode.__exit__ is TorchDispatchMode.__exit__, HERE
+
+
+def test_has_storage():
+    assert _torch.has_storage(torch.ones(2)), HERE
+    assert not _torch.has_storage(torch.eye(2).to_sparse()), HERE
+
+
+def test_a_running_transform_is_told():
+    found = []
+
+    def f(x):
+        found.append(_torch.functorch_is_active())
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(2))
+    assert found == [True], HERE
+    assert not _torch.functorch_is_active(), HERE
+
+
+def test_dynamo_disable_of_a_handler_is_told():
+    class Mode(TorchDispatchMode):
+        def handler(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+        __torch_dispatch__ = handler
+
+    handler = Mode.__dict__["__torch_dispatch__"]
+    plain = Mode.__dict__["handler"]
+    assert not _torch.is_dynamo_disable(plain), HERE
+    if handler is not plain:  # from 2.13 on
+        assert _torch.is_dynamo_disable(handler), HERE
+        assert handler.__wrapped__ is plain, HERE
+
+
+def test_fake_tensors_are_told():
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    assert _torch.is_infra_class(FakeTensor), HERE
+    assert not _torch.is_infra_class(torch.nn.Parameter), HERE
+
+
+def test_the_native_kernel_takes_an_answer_in_place_of_a_list_of_views():
+    base = torch.ones(4, requires_grad=True) * 1
+    pieces = [torch.empty(0).set_(base.untyped_storage(), n, (2,), (1,)) for n in (0, 2)]
+    split = torch.ops.aten.split.Tensor
+    _torch.answering(split, pieces, split, base, 2)
+    assert all(piece._base is base for piece in pieces), HERE
+    assert pieces[1].grad_fn.name() == "SplitBackward0", HERE
