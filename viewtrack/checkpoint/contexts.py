@@ -77,6 +77,7 @@ class CachingMode(_torch_guard.CachingMode):
     def __init__(self, cache: Cache, policy: Policy) -> None:
         super().__init__()
         self.cache = cache
+        self._entries = cache.entries
         self._policy = policy
         # The most frequent case has a way of its own through the handler: it costs half as much.
         plain = POLICY_IN_FORWARD_ONLY and isinstance(policy, list) and cache.inputs is None
@@ -113,9 +114,9 @@ class CachingMode(_torch_guard.CachingMode):
             out = self._run_step(step, plan, op, args, kwargs)
         entry = self._kept(func, out) if saving and not has_no_result(func) else RECOMPUTE
         try:
-            self.cache.entries[op].append(entry)
+            self._entries[op].append(entry)
         except KeyError:
-            self.cache.entries[op] = [entry]
+            self._entries[op] = [entry]
         return out
 
     def _run_and_ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -190,6 +191,7 @@ class CachedMode(_torch_guard.CachedMode):
     def __init__(self, cache: Cache, policy: Policy) -> None:
         super().__init__()
         self.cache = cache
+        self._entries = cache.entries
         self._policy = policy
         self._acts = False
 
@@ -242,7 +244,7 @@ class CachedMode(_torch_guard.CachedMode):
         counter = self.func_counter
         index = counter[key] = counter.get(key, -1) + 1
         try:
-            entries = self.cache.entries[key]
+            entries = self._entries[key]
             entry = entries[index]
         except LookupError:
             raise RuntimeError(self._mismatch(func, key, index)) from None
