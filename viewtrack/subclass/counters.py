@@ -62,12 +62,8 @@ def counted_natively() -> bool:
 
 
 def increment(t: torch.Tensor) -> None:
-    """Move the counter of t by one, if it has one."""
-    try:
-        _increment_version((t,))
-    except RuntimeError:  # an inference tensor has none
-        if not t.is_inference():
-            raise
+    """Move the counter of t by one; an inference tensor has none, and nothing happens."""
+    _increment_version((t,))
 
 
 _increment_version = _torch_subclass.increment_version
