@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -306,6 +307,54 @@ def test_a_graph_that_is_dropped_lets_go_of_the_cache():
         gc.collect()
     given = x.nbytes + w.nbytes  # of which ops made views
     assert live.now == given < held
+
+
+def test_regions_in_several_threads():
+    def region(x, w):
+        return (torch.relu_(x @ w + 1) @ w).sigmoid()
+
+    def work(grads, seed, contexts):
+        torch.manual_seed(seed)
+        x, w = torch.randn(4, 5, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+        for _ in range(3):
+            y = x
+            for _ in range(3):
+                context_fn = functools.partial(contexts, MATMULS)
+                y = checkpoint(region, y, w, use_reentrant=False, context_fn=context_fn)
+            y.sum().backward()
+        grads[seed] = [x.grad, w.grad]
+
+    found, right = {}, {}
+    threads = [threading.Thread(target=work, args=(found, seed, ours)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        work(right, seed, stock)
+        assert same(found[seed], right[seed])
+
+
+def test_a_wrapper_subclass_is_kept_and_guarded_with_its_parts():
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+
+    def step(contexts, *, writes):
+        def region(x, w):
+            h = x @ w
+            if writes:
+                h.mul_(2)
+            return (h.sin() * h).sum()
+
+        torch.manual_seed(0)
+        x = two_tensor(torch.randn(3, 3), torch.randn(3, 3)).requires_grad_()
+        w = torch.randn(3, 3, requires_grad=True)
+        context_fn = functools.partial(contexts, MATMULS)
+        checkpoint(region, x, w, use_reentrant=False, context_fn=context_fn).backward()
+        return [x.grad.a, x.grad.b]
+
+    assert same(step(ours, writes=False), step(stock, writes=False))
+    with pytest.raises(MutatedTensorError, match=r"aten\.mul_\.Tensor\(self\)"):
+        step(ours, writes=True)
 
 
 @pytest.mark.parametrize(
