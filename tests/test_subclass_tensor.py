@@ -243,6 +243,18 @@ def test_conjugated_values_are_conjugated():
     assert y.tolist() == [1 - 2j, 0]
 
 
+def test_a_bit_that_an_op_leaves_on_its_out_argument_is_on_the_wrapper():
+    a = torch.randn(3, 3, dtype=torch.complex64)
+    lu, pivots = torch.linalg.lu_factor(a)
+    plain, out = torch.empty(0, dtype=torch.complex64), torch.empty(0, dtype=torch.complex64)
+    torch.linalg.lu_solve(lu, pivots, a, left=False, adjoint=True, out=plain)
+    w = TrackedTensor(out)
+    arguments = map(TrackedTensor, (lu, pivots, a))
+    torch.linalg.lu_solve(*arguments, left=False, adjoint=True, out=w)
+    assert w.is_conj() == w.unwrap().is_conj() == plain.is_conj()
+    assert torch.equal((w * 1).unwrap(), plain * 1)
+
+
 def test_kernels_that_conjugate_inside_are_right():
     x = torch.randn(3, 5, dtype=torch.complex64)
     assert torch.allclose(torch.linalg.pinv(TrackedTensor(x)).unwrap(), torch.linalg.pinv(x))

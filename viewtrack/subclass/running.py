@@ -41,6 +41,8 @@ def run_counted(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any]
     with _torch_subclass.as_below_autograd(plan.is_composite or moves_counters_itself(plan)):
         out = run(func, args, kwargs)
     for t in above:
+        if t.is_conj() != t.unwrap().is_conj():  # lu_solve with out= leaves its result so
+            _torch_subclass.set_conj_and_neg(t, t.unwrap())
         if not (plan.qualified in RESIZES and t.size() == t.unwrap().size()):
             _move_parts(t, before[id(t)][1])
             if not is_tracked() and not locate(sys._getframe(2), plan, args, kwargs)[0]:
