@@ -124,6 +124,8 @@ GOOD = {
         ((torch.ones(4), torch.ones(4)), {"out": torch.zeros(4)}),
     ),
     "aten.relu_": (torch.ops.aten.relu_.default, (torch.ones(4),)),
+    "aten.detach": (torch.ops.aten.detach.default, (torch.ones(4),)),
+    "aten.view.dtype": (torch.ops.aten.view.dtype, (torch.ones(4), torch.int32)),
     "aten.mm": (torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2))),
 }
 

@@ -280,3 +280,34 @@ def test_integers_have_views_too():
     assert view._base is base
     view.add_(1)
     assert base._version == 1
+
+
+@contexts
+@pytest.mark.parametrize("opaque", [None, True])
+def test_a_view_of_another_dtype_shares_the_counter_alone_as_natively(context, opaque):
+    bits = library.view_op(
+        fresh("(Tensor(a) x) -> Tensor(a)"), lambda x: x.view(torch.int32), opaque=opaque
+    )
+    with context():
+        _, base = leaf_and_base()
+        view = bits(base)
+        base.mul_(2)
+        assert (view._is_view(), view._version) == (False, 1)
+        assert view.tolist() == base.detach().view(torch.int32).tolist()
+
+
+@contexts
+def test_the_real_view_of_a_complex_tensor(context):
+    real = library.view_op(fresh("(Tensor(a) x) -> Tensor(a)"), torch.view_as_real)
+    hidden = library.view_op(
+        fresh("(Tensor(a) x) -> Tensor(a)"), lambda x: torch.view_as_real(x.detach())
+    )
+    for op in (real, hidden):
+        with context():
+            leaf = torch.tensor([1 + 2j], requires_grad=True)
+            base = leaf * 1
+            view = op(base)
+            assert view._base is base
+            view[:, 0].mul_(3)
+            base.real.sum().backward()
+        assert leaf.grad.tolist() == [3]

@@ -10,10 +10,10 @@ import torch
 from .. import _torch, _torch_library
 from .._torch import CreationMeta
 from ..errors import AliasingError, ViewTrackError
-from ..view import mark_as_view
+from ..view import mark_as_view, share_version
 from .call import Call, put
 from .inspection import does_nothing, inspected
-from .relations import base_of, is_marked, is_wrapper
+from .relations import base_of, is_marked, is_wrapper, reinterprets
 from .spec import Leaf, Spec
 
 ViewFn = Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +87,11 @@ def marked_leaf(
     """The output as a view of its base: itself, unless it is a view of something else already."""
     spec, t = call.spec, leaf.t
     base = base_of(call, leaf)
-    if base is None or base.is_inference() or is_marked(t, base):
+    if base is None or base.is_inference():
+        return t
+    if reinterprets(t, base) and spec.formula is None:
+        return t if call.ran_inside else share_version(t, base)
+    if is_marked(t, base):
         return t
     if _torch.is_functorch_wrapped(t):
         return t  # at this level of the transform nothing is recorded

@@ -42,8 +42,23 @@ def note_inside(call: Call, out: Any) -> None:
 
 
 def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether t is a differentiable view of base, or of what base is a view of."""
+    """Whether t is a differentiable view of base, or of what base is a view of.
+
+    One that reads the bytes as another dtype never is, natively too.
+    """
+    if reinterprets(t, base):
+        return True
     return t._is_view() and (t._base is base or (base._is_view() and t._base is base._base))
+
+
+def reinterprets(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether t reads base's bytes as another dtype, as ``base.view(dtype)`` does.
+
+    Autograd knows the real view of a complex tensor, and the other way round.
+    """
+    if t.dtype is base.dtype:
+        return False
+    return not (t.is_complex() != base.is_complex() and t.dtype.to_real() is base.dtype.to_real())
 
 
 def is_wrapper(t: torch.Tensor) -> bool:

@@ -191,18 +191,13 @@ class _Checked:
                         f"calls that a view of {names}; return a view for every input, or drop the "
                         f"alias annotation",
                     )  # fmt: skip
-                elif base is not None and not self._is_marked(t, base):
+                elif base is not None and not _share_counter(t, base):
                     yield self._finding(
                         "unmarked view", argument, output.index,
                         f"returned output {output.index} as a view of {names} that autograd does "
-                        f"not know as one; give the op its ADInplaceOrView kernel by "
-                        f"viewtrack.library.register({self.plan.qualified!r})",
+                        f"not know as one: they do not share a version counter; give the op its "
+                        f"ADInplaceOrView kernel by viewtrack.library.register({self.plan.qualified!r})",
                     )  # fmt: skip
-
-    def _is_marked(self, t: torch.Tensor, base: torch.Tensor) -> bool:
-        if base.is_inference() or t.is_inference() or t is base:
-            return True
-        return t._is_view() and (t._base is base or t._base is base._base)
 
     def _returned(self, outputs: Any, args: Any, kwargs: Any) -> Iterator[Finding]:
         for output in self.plan.written:
@@ -259,6 +254,14 @@ class _Checked:
     ) -> Finding:
         name = self.plan.qualified
         return Finding(name, kind, argument, output, self.index, self.site, message)
+
+
+def _share_counter(t: torch.Tensor, base: torch.Tensor) -> bool:
+    was = version(t)
+    if was is None or base.is_inference():
+        return True
+    torch.autograd.graph.increment_version(base)
+    return version(t) == was + 1
 
 
 def _each(value: Any) -> Iterator[torch.Tensor]:
