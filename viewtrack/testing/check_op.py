@@ -196,7 +196,8 @@ class _Checked:
                         "unmarked view", argument, output.index,
                         f"returned output {output.index} as a view of {names} that autograd does "
                         f"not know as one: they do not share a version counter; give the op its "
-                        f"ADInplaceOrView kernel by viewtrack.library.register({self.plan.qualified!r})",
+                        f"ADInplaceOrView kernel by viewtrack.library.register"
+                        f"({self.plan.qualified!r})",
                     )  # fmt: skip
 
     def _returned(self, outputs: Any, args: Any, kwargs: Any) -> Iterator[Finding]:
