@@ -110,6 +110,7 @@ WRITES = [
     ("add_", lambda x: x.add_(1)),
     ("out=", lambda x: torch.add(x.detach(), 1, out=x)),
     ("view", lambda x: x[1:].mul_(2)),
+    ("by name", lambda x: torch.ops.aten.add_.Tensor(self=x, other=torch.ones(3))),
     ("copy_", lambda x: x.copy_(torch.ones(3))),
     ("index_put_", lambda x: x.__setitem__(0, 3.0)),
     ("foreach", lambda x: torch._foreach_add_([x], 1.0)),

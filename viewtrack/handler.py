@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _torch
-from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded
+from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded, set_version
 from ._torch_dynamo import skip_dynamo
 from ._torch_guard import no_torch_dispatch
 from .info import version
@@ -162,7 +162,7 @@ def _steps_of(func: Any) -> _Steps:
         return None, None, None
     plan = plan_of(func)
     if plan.writes and plan.has_native_kernel and not plan.is_composite:
-        steps: _Steps = plan, _versions, _after_write
+        steps: _Steps = plan, *(_sole_write(plan.sole_write.index) if plan.sole_write else _WRITES)
     elif plan.views:
         steps = plan, None, _after_view
     else:
@@ -186,27 +186,45 @@ def _after_view(out: Any, plan: Plan, args: Any, kwargs: Any, _: None) -> Any:
     return _accepted(out, args, kwargs, plan)
 
 
-def _versions(plan: Plan, args: Any, kwargs: Any) -> Any:
-    """The version of what an op writes: a number, where that is one tensor; else a list."""
-    try:
-        return args[plan.sole_write.index]._version  # type: ignore[union-attr]
-    except (AttributeError, IndexError, RuntimeError):
-        return [version(t) for a in plan.writes for t in a.tensors(args, kwargs)]
+def _sole_write(index: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The steps for an op that writes one tensor, passed by position: nearly all writes."""
+
+    def before(plan: Plan, args: Any, kwargs: Any) -> Any:
+        try:
+            return args[index]._version
+        except (IndexError, RuntimeError):  # passed by name; an inference tensor
+            return _versions(plan, args, kwargs)
+
+    def after(out: Any, plan: Plan, args: Any, kwargs: Any, was: Any) -> Any:
+        if type(was) is list:
+            return _after_write(out, plan, args, kwargs, was, depth=3)
+        t = args[index]
+        now = t._version
+        if now > was and _is_counted_above(sys._getframe(2), plan, args, kwargs):
+            set_version(t, now - 1)
+        return out if out is t else _accepted(out, args, kwargs, plan)
+
+    return before, after
 
 
-def _after_write(out: Any, plan: Plan, args: Any, kwargs: Any, was: Any) -> Any:
+def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
+    return [version(t) for a in plan.writes for t in a.tensors(args, kwargs)]
+
+
+def _after_write(
+    out: Any, plan: Plan, args: Any, kwargs: Any, was: list[int | None], depth: int = 2
+) -> Any:
     """Take one count back of each tensor that the handler wrote, and the kernel above counts."""
     now = _versions(plan, args, kwargs)
-    if now != was and _is_counted_above(sys._getframe(2), plan, args, kwargs):
-        if type(now) is int:
-            _torch.set_version(args[plan.sole_write.index], now - 1)  # type: ignore[union-attr]
-        else:
-            written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
-            for t, old, new in zip(written, was, now, strict=True):
-                if new != old:
-                    _torch.set_version(t, new - 1)
-    return out if args and out is args[0] else _accepted(out, args, kwargs, plan)
+    if now != was and _is_counted_above(sys._getframe(depth), plan, args, kwargs):
+        written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
+        for t, old, new in zip(written, was, now, strict=True):
+            if new is not None and new != old:
+                set_version(t, new - 1)
+    return _accepted(out, args, kwargs, plan)
 
+
+_WRITES = (_versions, _after_write)
 
 _detach = TensorBase.detach
 _mode_stack_len = _torch.mode_stack_len
@@ -215,7 +233,7 @@ _mode_stack_len = _torch.mode_stack_len
 def _is_counted_above(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> bool:
     """Whether the op came from above autograd: as `locate`, which does more, and takes longer."""
     walked, names = frame, handler_names
-    while walked is not None:
+    while walked:
         if walked.f_code.co_name in names:
             return locate(frame, plan, args, kwargs)[0]
         walked = walked.f_back
