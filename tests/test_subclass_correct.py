@@ -457,3 +457,23 @@ def test_plain_arguments_among_wrappers(wrapper):
     assert plain.copy_(w) is plain
     assert plain._version == 1
     assert w._version == 0
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("quiet", [True, False])
+def test_torch_compile(quiet):
+    wrapper = make_wrapper(flattens=True, quiet=quiet)
+
+    def f(w):
+        v = w.view(-1)
+        v.add_(1)
+        return (v * 2).sin() + v, w.t(), w.unbind()[0]
+
+    eager, compiled = six(wrapper), six(wrapper)
+    expected = f(eager)
+    found = torch.compile(f, backend="aot_eager", fullgraph=True)(compiled)
+    assert torch.equal(compiled.e, eager.e)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.e, b.e)
+        assert (a._is_view(), type(a)) == (b._is_view(), wrapper)
+    assert found[1]._base is compiled
