@@ -95,6 +95,7 @@ CALLS = {
     "bn_update": lambda x: torch.batch_norm_update_stats(torch.rand(2, 4), x, ones(), 0.1),
     "detach_": lambda x: x.detach_(),
     "rrelu": lambda x: aten.rrelu_with_noise_(x, zeros(), 0.1, 0.3, True),
+    "rrelu_eval": lambda x: aten.rrelu_with_noise(x, zeros(), 0.1, 0.3, False),
     "rrelu_noise": lambda x: aten.rrelu_with_noise(torch.rand(4), x, 0.1, 0.3, True),
     "inst_norm": lambda x: torch.instance_norm(
         torch.rand(2, 4, 3), None, None, x, ones(), True, 0.1, 1e-5, False

@@ -332,6 +332,26 @@ def test_undeclared_aliases_are_found_once_per_op_and_with_their_line():
     assert all(site.filename == __file__ for site in tracker.undeclared_aliases.values())
 
 
+def test_counters_of_undeclared_aliases_are_joined_whatever_made_them():
+    lib = torch.library.Library("vt_tracking_raw", "DEF")
+    lib.define("raw(Tensor x) -> Tensor")
+    lib.impl("raw", lambda x: torch.from_numpy(x.detach().numpy()), "CPU")
+    lib.define("apart(Tensor x) -> Tensor")
+    lib.impl("apart", lambda x: torch.zeros(0).set_(x), "CPU")
+    x = torch.zeros(2, 2)
+    with vt.track():
+        assert share_a_counter(below_autograd(lambda: torch.ops.vt_tracking_raw.apart(x)), x)
+        raw = torch.ops.vt_tracking_raw.raw(x)  # another storage over the same bytes
+        assert not share_a_counter(raw, x)
+
+
+def test_an_unsafe_view_shares_with_a_mode_below_the_tracker_too():
+    x = torch.zeros(2, 2)
+    with NoOp(), vt.track() as tracker:
+        assert share_a_counter(aten._unsafe_view(x, [4]), x)
+    assert "aten._unsafe_view.default" in tracker.undeclared_aliases
+
+
 def test_a_library_view_that_returns_a_list_shares_every_counter():
     x = torch.zeros(3)
     with vt.track():

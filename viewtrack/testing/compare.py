@@ -84,7 +84,7 @@ def is_steady(call: Call, difference: Difference) -> bool:
     """
     return all(
         same(observe(call, nullcontext).get(difference.what, _MISSING), difference.expected)
-        for _ in range(2)
+        for _ in range(6)
     )
 
 
