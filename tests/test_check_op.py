@@ -113,6 +113,17 @@ def test_the_custom_op_of_case_29():
     assert "mutates_args=('x',)" in str(finding)
 
 
+def test_the_custom_op_of_case_32():
+    @torch.library.custom_op("vtlib::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, y.view(-1)
+
+    (finding,) = check_op(twice, (torch.ones(2, 2),))
+    assert (finding.kind, finding.output) == ("outputs alias", 1)
+    assert "returned output 0 and output 1 in the same memory" in str(finding)
+
+
 GOOD = {
     **{name: (op, (torch.ones(4), 2)) for name, op in HEADS.items()},
     **{name: (op, (torch.ones(4),)) for name, op in RAW.items()},

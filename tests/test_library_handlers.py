@@ -163,3 +163,21 @@ def test_selective_checkpointing():
         context_fn=lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(policy),
     ).backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+@heads
+def test_under_track_a_view_shares_its_counter_already_in_the_handler(head):
+    class Counting(PassThrough):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func is head.op:
+                torch.autograd.graph.increment_version(args[0])
+                seen.append((out._version, args[0]._version))
+            return out
+
+    seen = []
+    base = torch.ones(4, requires_grad=True) * 1
+    with vt.track(), Counting():
+        view = head(base, 2)
+    assert seen == [(1, 1)]
+    assert view._base is base

@@ -108,6 +108,13 @@ def custom_op_def(qualified: str) -> Any:
     return torch._library.custom_ops.OPDEFS.get(qualified)
 
 
+def custom_op_body(qualified: str) -> Callable[..., Any] | None:
+    """The function that an op of ``torch.library.custom_op`` was made of, or None."""
+    definition = custom_op_def(qualified)
+    body: Callable[..., Any] | None = getattr(definition, "_init_fn", None)
+    return body
+
+
 def has_fake(qualified: str) -> bool:
     """Whether the op has a fake implementation, or a Meta kernel."""
     entry = torch._library.simple_registry.singleton.find(qualified)
