@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from against_stock import alone, attempt, check, each_way, same
+from handlers import NoOp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import viewtrack as vt
@@ -29,6 +30,7 @@ def _f(x):
     return y.sin(), v
 
 
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
 
 
@@ -85,6 +87,7 @@ def test_graphs_are_those_of_stock(way):
     check(way, program)
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 compiles it otherwise as soon as a mode is active")
 @alone
 def test_view_without_grad_of_an_intermediate(way):
     """Returns what eager returns: requires_grad, no grad_fn, a view."""
@@ -171,17 +174,18 @@ def test_jit_script(way):
     check(way, program)
 
 
-@alone
-def test_jit_trace(way):
-    """Where a size is traced, an error of torch's own, as under any dispatch mode."""
+def test_jit_trace():
+    """An error of torch's own, as under any dispatch mode: the tracer hands numbers to handlers."""
 
     def program():
-        straight = torch.jit.trace(lambda x: (x * 2).sin(), (torch.ones(2),))
-        return straight(torch.full((2,), 3.0))
+        return attempt(lambda: torch.jit.trace(_f, (torch.ones(2, 2),)))
 
-    check(way, program)
-    with vt.track(), pytest.raises(RuntimeError, match="instead found type 'int'"):
-        torch.jit.trace(_f, (torch.ones(2, 2),))
+    with NoOp():
+        want = program()
+    with vt.track():
+        got = program()
+    assert got == want
+    assert "instead found type 'int'" in got
 
 
 def test_symbolic_trace():
@@ -231,5 +235,6 @@ def _flex_attention():
 
 @pytest.mark.parametrize("program", [_cond, _while_loop, _map, _scan, _flex_attention])
 @alone
+@pytest.mark.skipif(OLD, reason="torch 2.6 has no rule for these under any dispatch mode")
 def test_higher_order_op(way, program):
     check(way, lambda: attempt(program))
