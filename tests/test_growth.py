@@ -70,7 +70,8 @@ def assert_steady(body, warm, often):
     body(warm)
     before, memory = living(), resident_kib()
     body(often)
-    assert living() == before
+    # Fewer is no growth: what earlier tests left may die in the meantime.
+    assert all(now <= was for now, was in zip(living(), before, strict=True)), (before, living())
     assert resident_kib() - memory < 8 * 1024
 
 
