@@ -15,7 +15,7 @@ from .checks import checked_body
 from .formula import Formula
 from .kernels import Kernels
 from .spec import Body, Spec
-from .traced import fake_of
+from .traced import define_companion, fake_of
 
 
 class CustomOp:
@@ -150,6 +150,8 @@ def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> Cu
         _impl(spec, kernels.batched, "FuncTorchBatched")
     if fake:
         torch.library.register_fake(spec.name, fake_of(spec), lib=spec.lib)
+    if not spec.views:
+        spec.companion = define_companion(spec)
     forget(spec.op)
     return custom
 

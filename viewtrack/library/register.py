@@ -56,6 +56,9 @@ def register(
             f"autograd sees the ops that it is made of, so it needs no kernel of its own"
         )
     if lib is None:
+        before = _libraries.pop(plan.qualified, None)
+        if before is not None:
+            _torch_library.destroy(before)
         lib = torch.library.Library(namespace, "FRAGMENT")
         _libraries[plan.qualified] = lib
     definition = _torch_library.custom_op_def(plan.qualified)

@@ -11,6 +11,7 @@ arguments: the form that ``auto_functionalized`` takes.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def run_opaque(spec: Spec, args: Any, kwargs: Any) -> Any:
             f"`{spec.name}` ({spec.where}) returns a view, and its body is opaque to compilers; "
             f"make the view of ops that can be traced, in an op of its own"
         )
-    return _with_arguments(spec, _companion(spec)(*args, **kwargs), args, kwargs)
+    return _with_arguments(spec, spec.companion(*args, **kwargs), args, kwargs)
 
 
 def functionalize(spec: Spec, args: Any, kwargs: Any) -> Any:
@@ -171,7 +172,7 @@ def functionalize(spec: Spec, args: Any, kwargs: Any) -> Any:
     in_transform = any(_torch.is_functorch_wrapped(t) for t in tensors)
     if in_transform or spec.views or not is_opaque(spec, tensors, args, kwargs):
         return run_body(spec, args, kwargs)
-    fresh = _torch_library.call_functionalized(_companion(spec), args, kwargs)
+    fresh = _torch_library.call_functionalized(spec.companion, args, kwargs)
     return _with_arguments(spec, fresh, args, kwargs)
 
 
@@ -185,20 +186,23 @@ def _with_arguments(spec: Spec, fresh: Any, args: Any, kwargs: Any) -> Any:
     return spec.packed(outputs)
 
 
-def _companion(spec: Spec) -> Any:
-    """The op of the same effect whose outputs are new tensors only; defined when first needed."""
-    if spec.companion is None:
-        spec.companion = _define_companion(spec)
-    return spec.companion
+_TYPES = {"List[Tensor]": "Tensor[]", "Optional[Tensor]": "Tensor?"}
 
 
-def _define_companion(spec: Spec) -> Any:
-    head, _, _ = str(spec.schema).rpartition(" -> ")
+def define_companion(spec: Spec) -> Any:
+    """The op of the same effect whose outputs are new tensors only.
+
+    It is defined at once, since code that a compiler finds in its cache calls it by name.
+    """
+    # torch prints `Tensor(a!)?[]` in a way that it does not read.
+    written = re.sub(r"Tensor\?(\([^()]*\))", r"Tensor\1?", str(spec.schema))
+    head, _, _ = written.rpartition(" -> ")
     namespace, _, rest = head.partition("::")
     name, _, arguments = rest.partition("(")
     name = name.replace(".", "_") + "__opaque"
     fresh = [i for i in range(spec.plan.returns) if i not in spec.written]
-    returns = ", ".join(str(spec.schema.returns[i].type) for i in fresh)
+    kinds = [str(spec.schema.returns[i].type) for i in fresh]
+    returns = ", ".join(_TYPES.get(kind, kind) for kind in kinds)
     lib = spec.lib
     lib.define(f"{name}({arguments} -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, namespace), name).default
