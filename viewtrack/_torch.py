@@ -194,15 +194,20 @@ _DISABLE_CODE = torch._disable_dynamo(lambda: None).__code__  # type: ignore[att
 
 
 class _Answer(QuietMode):
-    """Answers one op, and the `detach` that a native kernel may ask of the answer, with `t`."""
+    """Answers one op on `base`, and the `detach` that its kernel may ask of the answer, with `t`.
 
-    def __init__(self, op: OpOverload, t: torch.Tensor) -> None:
+    On `base` alone: where base is a stale view, the kernel first has native replay it from its
+    root, and that replay may use the very op.
+    """
+
+    def __init__(self, op: OpOverload, base: torch.Tensor, t: torch.Tensor) -> None:
         # No super().__init__(): it makes state that only __enter__ needs, and we never enter.
         self.op: OpOverload | None = op
+        self.base = base
         self.t = t
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.op:
+        if func is self.op and args[0] is self.base:
             self.op = None  # once: what a kernel computes besides (tangents) must really run
             return self.t
         if func is _DETACH and args[0] is self.t:
@@ -217,8 +222,8 @@ _MAKE_DUAL = aten._make_dual.default
 
 
 def answering(op: OpOverload, t: torch.Tensor, call: Callable[..., Any], *args: Any) -> Any:
-    """Run ``call(*args)``, whose native kernel for `op` is handed `t` as the op's result."""
-    mode = _Answer(op, t)
+    """Run ``call(*args)``, whose kernel for `op` on the first of `args` is handed `t`."""
+    mode = _Answer(op, args[0], t)
     push_mode(mode)
     try:
         return call(*args)
@@ -228,7 +233,7 @@ def answering(op: OpOverload, t: torch.Tensor, call: Callable[..., Any], *args: 
 
 def as_view_strided(t: torch.Tensor, base: torch.Tensor) -> None:
     """Native ``as_view(base, t)`` by as_strided of t's geometry, with AsStridedBackward0."""
-    mode = _Answer(_AS_STRIDED, t)
+    mode = _Answer(_AS_STRIDED, base, t)
     push_mode(mode)
     try:
         offset = t.storage_offset()
@@ -333,7 +338,9 @@ def set_storage_of(t: torch.Tensor, base: torch.Tensor) -> None:
 
 def is_functorch_wrapped(t: torch.Tensor) -> bool:
     """Whether t is a wrapper of a torch.func transform."""
-    return bool(_C._functorch.is_functorch_wrapped_tensor(t))
+    # The engine's is_grads_batched has a batched tensor of its own.
+    functorch = _C._functorch
+    return bool(functorch.is_functorch_wrapped_tensor(t) or functorch.is_legacy_batchedtensor(t))
 
 
 def functorch_is_active() -> bool:

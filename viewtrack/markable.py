@@ -57,6 +57,11 @@ def check_metadata(t: torch.Tensor, base: torch.Tensor) -> None:
             "mark_as_view: `t` is `base`; a tensor cannot be a view of itself, "
             "pass another alias, for instance `base.detach()`"
         )
+    if base._base is t:
+        raise ViewTrackError(
+            "mark_as_view: `base` is a view of `t`, and a tensor cannot be a view of its own view; "
+            "mark `base` as a view of `t`, or both as views of a third tensor"
+        )
     if t.is_inference():
         raise ViewTrackError(
             "mark_as_view: `t` is an inference tensor and has no version counter to share; "

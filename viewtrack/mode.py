@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from typing import Literal, ParamSpec, TypeVar
 
 from . import _torch, full_modes
+from .decorate import tracked_calls
+from .errors import ViewTrackError
 from .site import Site
 from .tracking import TrackingMode
 
@@ -51,14 +53,12 @@ class Tracker:
         active.leave(self)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Run each call of `fn` tracked."""
+        """Run each call of `fn` tracked; of a generator or coroutine function, each step.
 
-        @functools.wraps(fn)
-        def tracked(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return fn(*args, **kwargs)
-
-        return tracked
+        Raises:
+            TypeError: `fn` is a class or an async generator function.
+        """
+        return tracked_calls(self, fn)
 
 
 def track(views: Views = "version", record: Record = "site") -> Tracker:
@@ -87,7 +87,10 @@ def track(views: Views = "version", record: Record = "site") -> Tracker:
 
     Raises:
         ValueError: an argument has none of the values above.
+        TypeError: it was used as a decorator without parentheses.
     """
+    if callable(views):
+        raise TypeError("track: use it with parentheses, `@viewtrack.track()`")
     if views not in ("version", "full"):
         raise ValueError(f"track: `views` must be 'version' or 'full', got {views!r}")
     if record not in _LEVELS:
@@ -122,6 +125,10 @@ class _Active(threading.local):
             if self.trackers[index] is tracker:
                 del self.trackers[index]
                 break
+        else:
+            raise ViewTrackError(
+                "track: this tracker is not active in this thread; leave it where it was entered"
+            )
         try:
             self._update()
         finally:

@@ -83,7 +83,9 @@ def mark_as_view(
 
     Args:
         t: a tensor of any shape and dtype without autograd metadata, that shares storage with
-            `base` (as an alias made below autograd, by ``detach()`` or by ``set_()`` does).
+            `base` (as an alias made below autograd, by ``detach()`` or by ``set_()`` does). Mark it
+            before views of it are taken: those that it has already stay views of `t` alone, with
+            the counter it had.
         base: the tensor that `t` views. If it is a view itself, `t` becomes a view of its base,
             and inherits its creation_meta unless another one is given.
         is_bw_differentiable: whether gradients flow between the two.
@@ -98,7 +100,8 @@ def mark_as_view(
             engine replays by as_strided of t's geometry. It lives as long as the view does, and
             must not refer to `t`.
         creation_meta: why in-place ops on `t` are to be refused, if they are. Under NO_GRAD_MODE
-            and INFERENCE_MODE `t` has no grad_fn, as native views made in those modes.
+            and INFERENCE_MODE `t` has no grad_fn, as native views made in those modes. As in C++,
+            the grad mode in which this is called does not count.
         alias_storage: point t's storage at base's first (sizes, strides and offset are kept), for
             wrapper subclasses and copies that do not share memory yet.
 
@@ -173,6 +176,7 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
             type(t) is Tensor
             and type(base) in _PLAIN_TYPES
             and t is not base
+            and base._base is not t
             and t.dtype is base.dtype
             and base.layout is _STRIDED
             and not (t.is_conj() or t.is_neg() or base.is_conj() or base.is_neg())

@@ -39,6 +39,7 @@ def mark_with_fn(t: torch.Tensor, base: torch.Tensor, replay: Replay, creation_m
         # register_hook on a stale one crashes. And first, while t is still untouched.
         with _torch.above_autograd(), torch.enable_grad():
             out = replay.checked(base)
+        replay.check_place(out, t)
     if out is None or base._is_view():
         native(as_view_with_fn, t, base, replay)
     else:
@@ -132,9 +133,28 @@ class Replay:
             )
         return out
 
+    def check_place(self, out: torch.Tensor, t: torch.Tensor) -> None:
+        """Refuse a result that lies elsewhere in base than t does, where that can be told."""
+        if type(out) is not torch.Tensor or type(t) is not torch.Tensor or not t.numel():
+            return
+        if out.layout is not torch.strided or t.layout is not torch.strided:
+            return
+        if _place(out) != _place(t):
+            raise ViewTrackError(
+                f"{self._who()} returned strides {out.stride()} at offset {out.storage_offset()}, "
+                f"where the view that is marked with it has strides {t.stride()} at offset "
+                f"{t.storage_offset()}; return exactly that view of its argument"
+            )
+
     def _who(self) -> str:
         fn = self.view_fn
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         code = getattr(fn, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         return f"mark_as_view: view_fn `{name}`{where}"
+
+
+def _place(t: torch.Tensor) -> object:
+    """Where in memory t's elements lie; the stride of a dimension of one element says nothing."""
+    steps = [step for size, step in zip(t.size(), t.stride(), strict=True) if size > 1]
+    return t.storage_offset(), steps
