@@ -1,6 +1,11 @@
 """viewtrack: the truth about views and writes below autograd."""
 
-from . import checkpoint, library
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from ._torch import CreationMeta
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
 from .explain import explain
@@ -13,7 +18,20 @@ from .mode import Tracker, track
 from .subclass import TrackedTensor, correct_aliasing
 from .view import mark_as_view, share_version
 
+if TYPE_CHECKING:
+    from . import checkpoint, library, testing
+
 __version__ = "0.1.0"
+
+# Loaded when they are first named, so that a program pays for what it uses.
+_LAZY = ("checkpoint", "library", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AliasingError",
@@ -34,6 +52,7 @@ __all__ = [
     "protect",
     "share_version",
     "storage_version",
+    "testing",
     "track",
     "tracked",
     "version",
