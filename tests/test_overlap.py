@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from viewtrack.ledger import Region
-from viewtrack.overlap import overlaps, region_of
+from viewtrack.overlap import covers, overlaps, region_of
 
 BASE = torch.zeros(6, 8)
 BYTES = torch.zeros(64, dtype=torch.uint8)
@@ -60,10 +60,38 @@ def test_random_regions_against_their_bytes():
             draw.choice((1, 2, 4, 8)),
         )
 
-    answers = set()
+    answers, found_covered = set(), 0
     for _ in range(4000):
         a, b = region(), region()
         want = bool(covered(a) & covered(b))
         assert overlaps(a, b) == want, (a, b)
         answers.add(want)
+        if covers(a, b):
+            assert covered(a) >= covered(b), (a, b)
+            found_covered += 1
     assert answers == {True, False}
+    assert found_covered > 100
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "want"),
+    [
+        pytest.param(BASE, BASE, True, id="whole"),
+        pytest.param(BASE, BASE[1:3, 2:5], True, id="block"),
+        pytest.param(BASE.t(), BASE[:, 7], True, id="transposed"),
+        pytest.param(BASE[:, ::2], BASE[:, ::2], True, id="the-same-with-gaps"),
+        pytest.param(BASE[1:3], BASE[1:4], False, id="more-rows"),
+        pytest.param(BASE[:, :4], BASE[:2, 4:], False, id="in-a-gap"),
+        pytest.param(BASE[:0], BASE, False, id="by-nothing"),
+        pytest.param(BASE, BASE[:0], True, id="nothing"),
+        pytest.param(BYTES[4:12], BYTES[4:12].view(torch.float32), True, id="another-dtype"),
+    ],
+)
+def test_one_lies_in_the_other(a, b, want):
+    assert covers(region_of(a), region_of(b)) is want
+
+
+def test_what_is_not_known_covers_nothing_else():
+    assert not covers(None, region_of(BASE))
+    assert not covers(region_of(BASE), None)
+    assert covers(None, None)

@@ -325,6 +325,85 @@ def test_a_mode_that_writes_what_it_keeps_knows_of_it():
     assert hazards(run) == []
 
 
+class Pool(TorchDispatchMode):
+    """Answers `mm` from a buffer that it keeps, filled by `fill`."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fill, self.buffer = fill, None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not MM:
+            return func(*args, **(kwargs or {}))
+        if self.buffer is None:
+            self.buffer = torch.zeros(4, 4)
+        out = self.fill(self.buffer, *args)
+        return self.buffer.detach() if out is None else out
+
+
+def rectified_in_a_loop(fill, times=3):
+    with torch.no_grad(), Pool(fill):
+        for _ in range(times):
+            product().relu_()
+
+
+def add_out(buffer, a, b):
+    torch.add(a, b, out=buffer)
+
+
+def add_anew(buffer, a, b):
+    buffer.zero_()
+    buffer.add_(a).add_(b)
+
+
+def add_into_rows(buffer, a, b):
+    rows = buffer[1:3]
+    torch.add(a[:2], b[:2], out=rows)
+    return rows
+
+
+@pytest.mark.parametrize("fill", [add_out, add_anew, add_into_rows])
+def test_a_pool_that_fills_its_buffer_anew(fill):
+    assert hazards(rectified_in_a_loop, fill) == []
+
+
+def add_to_old(buffer, a, b):
+    buffer.add_(a)
+
+
+def add_to_old_by_out(buffer, a, b):
+    torch.add(buffer, a, out=buffer)
+
+
+def add_partly(buffer, a, b):
+    torch.add(a[:2], b[:2], out=buffer[:2])
+
+
+@pytest.mark.parametrize("fill", [add_to_old, add_to_old_by_out, add_partly])
+def test_a_pool_that_leaves_of_what_was_there(fill):
+    hazard, *others = hazards(rectified_in_a_loop, fill)
+    assert others == []  # though one more write is found each time
+    assert {write.op for write in hazard.writes} == {"aten.relu_.default"}
+
+
+def test_a_pool_that_fills_its_buffer_in_parts_by_one_op():
+    def run():
+        with Pool(lambda buffer, a, b: torch._foreach_add_(list(buffer.split(2)), 1.0) and None):
+            product()
+            product()
+
+    assert hazards(run) == []  # nobody else writes
+
+
+def test_a_pool_that_is_written_after_it_was_filled():
+    def once(buffer, a, b):
+        if buffer.sum() == 0:
+            torch.add(a, b, out=buffer)
+
+    [hazard] = hazards(rectified_in_a_loop, once)
+    assert [write.op for write in hazard.writes] == ["aten.relu_.default"]
+
+
 def test_memory_without_content_from_a_pool():
     class Pool(TorchDispatchMode):
         kept = None

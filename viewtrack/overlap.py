@@ -1,8 +1,8 @@
-"""Whether two strided regions of one storage have a byte in common.
+"""Whether two strided regions of one storage have a byte in common, or one lies in the other.
 
-The exact answer: do ``offset + sum(index * stride)`` of the one and of the other come to the same
-byte for some indices? It is a bounded linear equation, solved by depth-first search over the
-dimensions, largest stride first, as in numpy's ``solve_diophantine``.
+The exact answer to the first: do ``offset + sum(index * stride)`` of the one and of the other come
+to the same byte for some indices? It is a bounded linear equation, solved by depth-first search
+over the dimensions, largest stride first, as in numpy's ``solve_diophantine``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,37 @@ def overlaps(a: Region | None, b: Region | None) -> bool:
     for step, count in (*_dims(a, width_a), *dims_b):  # equal steps add up to one dimension
         counts[step] = counts.get(step, 0) + count
     return _solvable(sorted(counts.items(), reverse=True), 0, target)
+
+
+def covers(a: Region | None, b: Region | None) -> bool:
+    """Whether every byte of `b` is surely one of `a`: they are equal, or `a` has no gap."""
+    if a is None or b is None:
+        return a is b
+    if a == b or 0 in b.size:
+        return True
+    if 0 in a.size:
+        return False
+    span_a, span_b = _span(a), _span(b)
+    places = math.prod(count + 1 for _, count in _dims(a, 1))
+    dense = span_a[1] - span_a[0] == places * a.itemsize and not _repeats(a)
+    return dense and span_a[0] <= span_b[0] and span_b[1] <= span_a[1]
+
+
+def _span(region: Region) -> tuple[int, int]:
+    """The first byte, and the one beyond the last."""
+    reach = sum(step * count for step, count in _dims(region, region.itemsize))
+    start = region.offset * region.itemsize
+    return start, start + reach + 1
+
+
+def _repeats(region: Region) -> bool:
+    """Whether a place may be there twice: a step is no longer than the shorter ones reach."""
+    reach = 0
+    for step, count in sorted(_dims(region, 1)):
+        if step <= reach:
+            return True
+        reach += step * count
+    return False
 
 
 def _dims(region: Region, width: int) -> list[_Dim]:

@@ -10,23 +10,25 @@ had been written (the ledger knows), and in which handler call that was. A handl
 kept tensor if the op that it was called for was not run in it, and what it returns was made in an
 earlier call and lies in none of its arguments; or if it reads such a tensor, once the result of
 that same op, to make what it returns. Writes that the keeping mode did itself do not count: it
-knows of them.
+knows of them. One that replaces the whole content ends what came before, as where a pool of output
+buffers is filled anew for each call.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .handler_calls import HandlerCall, HandlerCalls, caller_of
-from .ledger import WRITES_KEPT, Entry, Write, ledger
-from .overlap import overlaps, region_of
+from .ledger import WRITES_KEPT, Entry, Write, key_of, ledger
+from .overlap import covers, overlaps, region_of
 from .plan import Plan
 from .site import Place, Site, place_of, site_at, user_frame
 
@@ -43,6 +45,17 @@ _NO_CONTENT = frozenset(
         "aten::new_empty",
         "aten::new_empty_strided",
     }
+)
+
+
+# In-place ops that do not look at what was there before.
+_REPLACES_CONTENT = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("copy", "fill", "zero", "_foreach_copy", "_foreach_zero"),
+        *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random"),
+        "uniform",
+    )
 )
 
 
@@ -78,6 +91,7 @@ class _Made:
     op: str
     place: Place
     keeper: type | None  # the mode whose handler made it itself, beside passing the op on
+    is_alias: bool = False  # an alias, made later, of what was kept and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +104,20 @@ class _Kept:
     entry: Entry
 
 
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """The mode whose handler did a write, and whether it left nothing of what was there before."""
+
+    mode: type
+    replaces: bool
+
+
 class _Notes:
     """What is noted of one storage."""
 
     def __init__(self) -> None:
         self.made: dict[int, _Made] = {}  # by id of the tensor; a new one at that id is noted anew
-        self.writers: dict[int, type] = {}  # modes whose handlers wrote, by number of the write
+        self.writers: dict[int, _Writer] = {}  # by number of the write, where a handler wrote
         self.told: set[tuple[str, Site]] = set()  # op and line of writes that made a hazard
 
     def add_made(self, t: torch.Tensor, made: _Made) -> None:
@@ -104,7 +126,7 @@ class _Notes:
         if len(self.made) > TENSORS_KEPT:
             del self.made[next(iter(self.made))]
 
-    def add_writer(self, count: int, writer: type) -> None:
+    def add_writer(self, count: int, writer: _Writer) -> None:
         self.writers[count] = writer
         self.writers.pop(count - WRITES_KEPT, None)
 
@@ -136,21 +158,43 @@ class SmuggledTensors:
             call.place = self._place(call, innermost)
         inputs = list(tensors((args, kwargs)))
         if issuer is not None:
-            for argument in plan.writes:
-                for t in argument.tensors(args, kwargs):
-                    notes_in(ledger.open(t)).add_writer(ledger.count(t), type(issuer.mode))
-            issuer.reads.extend(read for t in inputs if (read := self._kept(t, issuer)) is not None)
+            _note_writes(plan, args, kwargs, inputs, type(issuer.mode))
+            if not _only_views(plan, inputs, out):
+                kept = (self._kept(t, issuer) for t in inputs)
+                issuer.reads.extend(read for read in kept if read is not None)
         for t in tensors(out):
             if not any(t is given for given in inputs):
-                made = _made(t, call, issuer, inputs, innermost.serial)
+                made = self._made(t, call, issuer, inputs, innermost.serial)
                 notes_in(ledger.open(t)).add_made(t, made)
+
+    def _made(
+        self,
+        t: torch.Tensor,
+        call: HandlerCall,
+        issuer: HandlerCall | None,
+        inputs: list[torch.Tensor],
+        serial: int,
+    ) -> _Made:
+        op, place, keeper = str(call.func), call.place, None
+        if issuer is not None:
+            keeper = type(issuer.mode)
+            entry = ledger.entry(t)
+            for given in inputs:  # an alias: what counts is where its base came from
+                base = _made_of(given)
+                if base is not None and ledger.entry(given) is entry:
+                    if self._kept(given, issuer) is not None:
+                        return replace(base, is_alias=True)
+                    op, place = base.op, base.place
+                    break
+        return _Made(ledger.count(t), serial, op, place or place_of(None), keeper)
 
     def _returned(self, call: HandlerCall, out: Any) -> None:
         """Look whether what a handler returned is something it kept, and was written since."""
         if call.has_run or _has_no_content(call.func):
             return
         returned = [kept for t in tensors(out) if (kept := self._kept(t, call)) is not None]
-        for kept in returned or self._of_same_op(call.reads, call):
+        itself = [kept for kept in returned if not kept.made.is_alias]
+        for kept in itself or self._of_same_op([*returned, *call.reads], call):
             self._tell(kept, call, f"in place of {call.func}")
 
     def _raised(self, call: HandlerCall, error: Exception) -> None:
@@ -189,12 +233,7 @@ class SmuggledTensors:
             return None
         if any(ledger.entry(given) is entry for given in tensors((call.args, call.kwargs))):
             return None
-        writers, own = notes_in(entry).writers, (made.keeper, type(call.mode))
-        writes = tuple(
-            write
-            for write in writes_since(entry, made.count, t)
-            if write.count not in writers or writers[write.count] not in own
-        )
+        writes = _writes_of_others(entry, made, t, (made.keeper, type(call.mode)))
         if not writes:
             return None
         return _Kept(made, brief(t), writes, entry)
@@ -204,25 +243,42 @@ class SmuggledTensors:
         return place_of(frame, stack=self._stack)
 
 
-def _made(
-    t: torch.Tensor,
-    call: HandlerCall,
-    issuer: HandlerCall | None,
-    inputs: list[torch.Tensor],
-    serial: int,
-) -> _Made:
-    op, place, keeper = str(call.func), call.place, None
-    if issuer is not None:
-        keeper = type(issuer.mode)
-        entry = ledger.entry(t)
-        for given in inputs:  # an alias: what counts is where its base came from
-            base = _made_of(given)
-            if base is not None and ledger.entry(given) is entry:
-                op, place = base.op, base.place
-                break
-    if place is None:
-        place = place_of(None)
-    return _Made(ledger.count(t), serial, op, place, keeper)
+def _note_writes(
+    plan: Plan, args: Any, kwargs: Any, inputs: list[torch.Tensor], mode: type
+) -> None:
+    """Note that the handler of `mode` did the writes of an op that has just run."""
+    written = [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
+    given, left = Counter(map(key_of, inputs)), Counter(key_of(t) for _, t in written)
+    read = given - left  # storages that the op was also given to read
+    replacing = plan.qualified.partition(".")[0] in _REPLACES_CONTENT
+    for argument, t in written:
+        key = key_of(t)
+        left[key] -= 1  # how many more of its writes to the same storage the ledger has
+        replaces = (argument.kwarg_only or replacing) and key not in read
+        notes_in(ledger.open(t)).add_writer(ledger.count(t) - left[key], _Writer(mode, replaces))
+
+
+def _writes_of_others(
+    entry: Entry, made: _Made, t: torch.Tensor, own: tuple[type | None, ...]
+) -> tuple[Write, ...]:
+    """The writes that reached `t` since it was made, less those that the modes in `own` know of."""
+    writers, region = notes_in(entry).writers, region_of(t)
+    found: list[Write] = []
+    for write in writes_since(entry, made.count, t):
+        writer = writers.get(write.count)
+        if writer is None or writer.mode not in own:
+            found.append(write)
+        elif writer.replaces and covers(write.region, region):
+            found.clear()
+    return tuple(found)
+
+
+def _only_views(plan: Plan, inputs: list[torch.Tensor], out: Any) -> bool:
+    """Whether an op made nothing but aliases, and so has not looked at any content."""
+    if not plan.views or plan.writes:
+        return False
+    keys = {key_of(t) for t in inputs}
+    return all(key_of(t) in keys for t in tensors(out))
 
 
 def _made_of(t: torch.Tensor) -> _Made | None:

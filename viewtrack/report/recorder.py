@@ -111,7 +111,8 @@ class Recorder:
         return (entry.last_place if entry is not None else None) or place_of(None)
 
     def _found(self, hazard: Hazard) -> None:
-        writes = tuple((write.op, write.argument, write.site) for write in hazard.writes)
+        # A loop adds one more write each time it comes round: still the same hazard.
+        writes = frozenset((write.op, write.argument, write.site) for write in hazard.writes)
         key = (hazard.op, hazard.saved, hazard.keeper, writes, hazard.use)
         _count(self._hazards, key, hazard)
 
