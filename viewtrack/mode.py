@@ -10,11 +10,13 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
 from . import _torch, full_modes
 from .decorate import tracked_calls
 from .errors import ViewTrackError
+from .notes import note_writes
 from .site import Site
 from .tracking import TrackingMode
 
@@ -49,8 +51,14 @@ class Tracker:
         active.enter(self)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
         active.leave(self)
+        note_writes(error, traceback)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Run each call of `fn` tracked; of a generator or coroutine function, each step.
@@ -70,7 +78,8 @@ def track(views: Views = "version", record: Record = "site") -> Tracker:
 
     Inside, code that user code can see behaves as on stock torch without any mode. In addition, in
     any ``__torch_dispatch__`` handler, every view shares its base's version counter, and every
-    write moves the counters that it would move above autograd.
+    write moves the counters that it would move above autograd. An error of torch's that some tensor
+    was modified in place gets a note, when it leaves the tracker, of the lines that wrote.
 
     Semantics: NOTE [ Autograd View Variables ] in torch/csrc/autograd/variable.h; pytorch#96319.
 
