@@ -14,15 +14,16 @@ from viewtrack.report import from_json, to_text
 ROOT = Path(__file__).parent.parent
 
 
-def python(*args, cwd):
+def python(*args, cwd, **kwargs):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, *args],
+        cwd=cwd, env=env, capture_output=True, text=True, timeout=120, **kwargs,
+    )  # fmt: skip
 
 
-def viewtrack(*args, cwd):
-    return python("-m", "viewtrack", *args, cwd=cwd)
+def viewtrack(*args, cwd, **kwargs):
+    return python("-m", "viewtrack", *args, cwd=cwd, **kwargs)
 
 
 # ------------------------------------------------------------------------------ as `python` would
@@ -107,6 +108,32 @@ def test_modules_and_folders_too(args, tmp_path):
     want = python(*args, cwd=tmp_path)
     got = viewtrack("run", "-o", "report", *args, cwd=tmp_path)
     assert (got.returncode, got.stdout) == (0, want.stdout)
+
+
+ON_STDIN = {
+    "facts": """
+import sys
+x: int = 1
+print({n: v for n, v in vars().items() if n not in ("__builtins__", "sys")}, __builtins__)
+print(sys.argv, sys.path[0] == "", sys.modules["__main__"].__dict__ is globals())
+import beside
+print(repr(sys.stdin.read()))
+""",
+    "exit-status": "import sys; sys.exit(3)",
+    "error": "def f():\n    raise ValueError('no')\n\nf()\n",
+    "no-python": "x = = 1\n",
+}
+
+
+@pytest.mark.parametrize("name", ON_STDIN)
+def test_a_script_on_stdin_runs_as_it_does_under_python(name, tmp_path):
+    (tmp_path / "beside.py").write_text("print('imported')")
+    want = python("-", "a", "-o", cwd=tmp_path, input=ON_STDIN[name])
+    got = viewtrack("run", "-o", "report", "-", "a", "-o", cwd=tmp_path, input=ON_STDIN[name])
+    assert got.returncode == want.returncode
+    assert got.stdout == want.stdout
+    assert got.stderr.replace("viewtrack: wrote `report`\n", "") == want.stderr
+    assert "viewtrack report on `- a -o`" in (tmp_path / "report").read_text()
 
 
 # ------------------------------------------------------------------------------ what it reports
@@ -253,7 +280,7 @@ def test_help_tells_what_a_hazard_is(capsys):
         main(["run", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert "usage: python -m viewtrack run [options] (script.py | -m module) [args ...]" in text
+    assert "usage: python -m viewtrack run [options] (script.py | - | -m module) [args ...]" in text
     assert "that was written," in text
 
 

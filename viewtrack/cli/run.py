@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="run a program and report on it",
         description=DESCRIPTION,
         epilog=EPILOG,
-        usage="%(prog)s [options] (script.py | -m module) [args ...]",
+        usage="%(prog)s [options] (script.py | - | -m module) [args ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -64,7 +64,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does"
     )
-    parser.add_argument("script", nargs="?", help="the script, folder or archive to run")
+    parser.add_argument(
+        "script",
+        nargs="?",
+        help="the script, folder or archive to run; `-` reads a script from stdin",
+    )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(execute=execute, parser=parser)
 

@@ -13,21 +13,23 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ..errors import ViewTrackError
 
+STDIN = "-"
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 class Program:
-    """A script, a module (`-m`), or a directory or archive with a `__main__.py`.
+    """A script, also from stdin, a module (`-m`), or a directory or archive with a `__main__.py`.
 
     Args:
-        name: the path of the script, or the name of the module.
+        name: the path of the script, ``"-"`` for one that is read from stdin, or the name of the
+            module.
         args: what follows it on the command line.
         is_module: whether `name` is the name of a module.
 
@@ -40,7 +42,7 @@ class Program:
         self.name = name
         self.args = list(args)
         self.is_module = is_module
-        if not is_module and not os.path.exists(name):
+        if not (is_module or name == STDIN or os.path.exists(name)):
             raise FileNotFoundError(f"can't open file `{os.path.abspath(name)}`: no such file")
 
     def __str__(self) -> str:
@@ -58,6 +60,8 @@ class Program:
     def _load(self) -> tuple[CodeType, dict[str, Any]]:
         if self.is_module:
             return _load_module(self.name)
+        if self.name == STDIN:
+            return _load_stdin()
         importer = pkgutil.get_importer(self.name)
         if importer is not None and (spec := importer.find_spec("__main__")) is not None:
             _replace_path_entry(os.path.abspath(self.name))
@@ -72,6 +76,13 @@ def _load_script(name: str) -> tuple[CodeType, dict[str, Any]]:
         code = compile(file.read(), filename, "exec", dont_inherit=True)
     loader = SourceFileLoader("__main__", filename)
     return code, _attributes(filename, loader=loader)
+
+
+def _load_stdin() -> tuple[CodeType, dict[str, Any]]:
+    _replace_path_entry("")
+    name = "<stdin>"
+    code = compile(sys.stdin.buffer.read(), name, "exec", dont_inherit=True)
+    return code, _attributes(name, loader=BuiltinImporter)
 
 
 def _load_module(name: str) -> tuple[CodeType, dict[str, Any]]:
