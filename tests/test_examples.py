@@ -107,3 +107,25 @@ def test_peft_bdlora_is_wrong_silently_and_the_guard_names_the_line():
     for _, path, number in lines:
         assert path.endswith("peft/tuners/lora/variants.py")
         assert "+=" in Path(path).read_text().splitlines()[int(number) - 1]
+
+
+def test_mark_as_view_gives_the_gradient_of_its_view_fn_and_one_counter():
+    out, _ = run("examples/mark_as_view.py")
+    lines = out.splitlines()
+    assert lines[0] == "gradient through a scaling view_fn: [20.0, 20.0, 20.0, 20.0]"
+    assert lines[-2:] == [
+        "kept below autograd: base is the result: True",
+        "versions: 1 1 1",
+    ]
+
+
+def test_track_a_mode_shows_what_each_way_mends():
+    out, _ = run("examples/track_a_mode.py")
+    assert out.splitlines()[:5] == [
+        "stock torch            result 2, kept 0, view False",
+        "tracked                result 2, kept 2, view True",
+        "track()                result 2, kept 2, view False",
+        'track(views="full")    result 2, kept 2, view True',
+        "base is the result: True - writes known: 2",
+    ]
+    assert "aten.relu_.default(self) at " in out
