@@ -206,6 +206,33 @@ def test_a_program_that_fails_is_reported_all_the_same(tmp_path):
     assert done.stderr.endswith("OSError: full\n")  # the traceback is last, where it is looked for
 
 
+def test_a_report_says_of_whom_it_knows_nothing(tmp_path):
+    (tmp_path / "threads.py").write_text(
+        "import threading, torch\ndef work():\n    torch.ones(2).add_(1)\n"
+        "ts = [threading.Thread(target=work) for _ in range(2)]\n"
+        "for t in ts: t.start()\nfor t in ts: t.join()\n"
+    )
+    done = viewtrack("run", "threads.py", cwd=tmp_path)
+    assert "used again): none\n  in this thread and process; what autograd itself" in done.stderr
+    assert (
+        "not in this report: ops, if any, of 2 other threads (Thread-1 (work), Thread-2 (work))\n"
+        in done.stderr
+    )
+
+
+def test_what_autograd_saves_can_be_guarded(tmp_path):
+    (tmp_path / "data.py").write_text(
+        "import torch\nw = torch.ones(3, requires_grad=True)\nx = torch.ones(3)\n"
+        "y = (w * x).sum()\nx.data.mul_(2)\ny.backward()\nprint(w.grad.tolist())\n"
+    )
+    plain = viewtrack("run", "data.py", cwd=tmp_path)
+    assert (plain.returncode, plain.stdout) == (0, "[2.0, 2.0, 2.0]\n")
+    guarded = viewtrack("run", "--guard-saved", "data.py", cwd=tmp_path)
+    assert (guarded.returncode, guarded.stdout) == (1, "")
+    assert "ended with MutatedTensorError: " in guarded.stderr
+    assert "data.py:5 in <module>:  x.data.mul_(2)" in guarded.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_report(tmp_path):
     (tmp_path / "fork.py").write_text(
@@ -213,6 +240,7 @@ def test_a_forked_child_does_not_report(tmp_path):
     )
     done = viewtrack("run", "fork.py", cwd=tmp_path)
     assert done.stderr.count("viewtrack report on") == 1
+    assert "not in this report: ops, if any, of 1 forked process\n" in done.stderr
 
 
 # ------------------------------------------------------------------------------ files and errors

@@ -1,4 +1,9 @@
+import contextlib
+import dataclasses
 import json
+import os
+import sys
+import threading
 
 import expecttest
 import pytest
@@ -6,7 +11,7 @@ import torch
 from caches import HandOut, Keep, detached
 from torch.testing._internal.two_tensor import TwoTensor
 
-from viewtrack import ViewTrackError
+from viewtrack import MutatedTensorError, ViewTrackError
 from viewtrack.ledger import Region, Write
 from viewtrack.report import (
     Alias,
@@ -99,6 +104,25 @@ ops: 42
 """,
         )
 
+    def test_what_ran_elsewhere(self):
+        names = tuple(f"Thread-{n} (work)" for n in range(1, 6))
+        for threads, processes, want in [
+            (names[:1], 0, "1 other thread (Thread-1 (work))"),
+            (
+                names[:2],
+                1,
+                "2 other threads (Thread-1 (work), Thread-2 (work)) and of 1 forked process",
+            ),
+            (
+                names,
+                0,
+                "5 other threads (Thread-1 (work), Thread-2 (work), Thread-3 (work), 2 more)",
+            ),
+            ((), 2, "2 forked processes"),
+        ]:
+            report = dataclasses.replace(EMPTY, threads=threads, processes=processes)
+            assert f"\n\nnot in this report: ops, if any, of {want}\n\n" in to_text(report)
+
     def test_nothing(self):
         self.assertExpectedInline(
             to_text(EMPTY),
@@ -107,6 +131,7 @@ viewtrack report on `script.py`
 torch 2.13.0, record=site
 
 hazards (kept by a mode or a hook, then written, then used again): none
+  in this thread and process; what autograd itself saved is watched by --guard-saved
 
 views made below autograd: none
 
@@ -202,9 +227,20 @@ def test_lines_are_shown_with_their_source(tmp_path, monkeypatch):
     assert "  a.b  first at code.py:3 in <module>:  y = [\n" in text
 
 
-@pytest.mark.parametrize("report", [REPORT, EMPTY], ids=["everything", "nothing"])
+ELSEWHERE = dataclasses.replace(EMPTY, threads=("a", "b"), processes=3)
+
+
+@pytest.mark.parametrize(
+    "report", [REPORT, EMPTY, ELSEWHERE], ids=["everything", "nothing", "elsewhere"]
+)
 def test_json_and_back(report):
     assert from_json(to_json(report)) == report
+
+
+def test_a_report_from_before_threads_were_noted():
+    data = json.loads(to_json(EMPTY))
+    del data["threads"], data["processes"]
+    assert from_json(json.dumps(data)) == EMPTY
 
 
 def test_json_is_plain():
@@ -364,3 +400,101 @@ def test_it_can_be_entered_again():
             X.neg()
         X.neg()
     assert recorder.report("test").ops == (OpRow("aten.neg.default", 2),)
+
+
+# ------------------------------------------------------------------------------ what it cannot see
+
+
+def in_thread(run, name):
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_threads_that_were_started_are_named():
+    in_thread(X.neg, "before")
+    report = recorded(lambda: [in_thread(X.neg, "one"), in_thread(X.neg, "two"), X.sum()])
+    in_thread(X.neg, "after")
+    assert report.threads == ("one", "two")
+    assert [row.op for row in report.ops] == ["aten.sum.default"]
+
+
+def test_a_thread_and_its_profiler_are_left_alone():
+    def profile(frame, event, arg):
+        events.append((threading.current_thread().name, event))
+
+    def work():
+        profilers.append(sys.getprofile())
+
+    events, profilers = [], []
+    recorded(lambda: in_thread(work, "plain"))
+    threading.setprofile(profile)
+    try:
+        recorded(lambda: in_thread(work, "profiled"))
+        assert threading.getprofile() is profile
+    finally:
+        threading.setprofile(None)
+    assert profilers == [None, profile]
+    assert ("profiled", "call") in events
+    assert "plain" not in {name for name, _ in events}
+
+
+def test_a_profiler_that_the_program_sets_stays():
+    def profile(frame, event, arg):
+        pass
+
+    try:
+        recorded(lambda: threading.setprofile(profile))
+        assert threading.getprofile() is profile
+    finally:
+        threading.setprofile(None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_processes_are_counted():
+    def fork():
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    fork()
+    assert recorded(lambda: None).processes == 0
+    assert recorded(lambda: [fork(), fork()]).processes == 2
+
+
+# ------------------------------------------------------------------------------ guarded
+
+
+def backward_of_spoilt(hooks):
+    w, x = torch.ones(4, requires_grad=True), torch.full((4,), 4.0)
+    with hooks:
+        y = w * x
+    x.data.add_(1)
+    y.sum().backward()
+    return w.grad.tolist()
+
+
+@pytest.mark.parametrize("record", ["none", "site", "stack"])
+def test_what_autograd_saved_can_be_guarded(record):
+    recorder = Recorder(record, guard_saved=True)
+    with recorder, pytest.raises(MutatedTensorError) as caught:
+        backward_of_spoilt(contextlib.nullcontext())
+    [write] = caught.value.writes
+    assert (write.op, write.function) == ("aten.add_.Tensor", "backward_of_spoilt")
+    assert recorder.report("test").hazards == ()  # the guard's hooks are not the program's
+
+
+def test_what_autograd_saved_is_not_guarded_unasked():
+    with Recorder() as recorder:
+        assert backward_of_spoilt(contextlib.nullcontext()) == [5.0] * 4
+    assert recorder.report("test").hazards == ()
+
+
+def test_hooks_of_the_program_are_guarded_and_reported():
+    recorder = Recorder(guard_saved=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    with recorder, pytest.raises(MutatedTensorError):
+        backward_of_spoilt(hooks)
+    [row] = recorder.report("test").hazards
+    assert row.hazard.keeper == "<lambda>"

@@ -25,6 +25,9 @@ Run a Python program as `python` would, and report what it did with views and wr
   undeclared aliases   ops that returned memory of an argument, which their schema does not say
   ops                  how often each was called
 
+It is on the thread that runs the program, and names the other threads that were started. With
+--guard-saved a write to what autograd saved for backward raises, also through `.data`.
+
 The report goes to stderr when the program has ended, however it ended. The exit status is that of
 the program.
 """
@@ -59,6 +62,12 @@ def add_parser(commands: Any) -> None:
         help="put the guarded contexts of viewtrack.checkpoint in the place of torch's selective "
         "checkpointing: a write to a tensor that it cached raises, with the line that wrote",
     )
+    parser.add_argument(
+        "--guard-saved",
+        action="store_true",
+        help="guard what autograd saves for backward, as viewtrack.guard_saved_tensors does: "
+        "backward raises if it was written, through .data too, with the line that wrote",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report there as JSON too")
     add_options(parser)
     parser.add_argument(
@@ -84,7 +93,7 @@ def execute(args: argparse.Namespace) -> int:
         args.parser.error(str(error))
     if args.guard_checkpoint:
         checkpoint.install()
-    recorder = Recorder(args.record)
+    recorder = Recorder(args.record, guard_saved=args.guard_saved)
     owner, ended = os.getpid(), "exit status 0"
     try:
         with recorder:

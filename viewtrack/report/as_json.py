@@ -54,6 +54,7 @@ def _report(data: dict[str, Any]) -> Report:
             "writes": tuple(WriteRow(**_with_site(row)) for row in data["writes"]),
             "aliases": tuple(Alias(**_with_site(row)) for row in data["aliases"]),
             "ops": tuple(OpRow(**row) for row in data["ops"]),
+            "threads": tuple(data.get("threads", ())),
         }
     )
 

@@ -67,6 +67,8 @@ class Report:
         writes: the most frequent first.
         aliases: in the order in which they were found.
         ops: the most frequent first.
+        threads: the names of threads that the program started, whose ops are not in the report.
+        processes: how many processes it forked, whose ops are not in it either.
     """
 
     program: str
@@ -78,3 +80,5 @@ class Report:
     writes: tuple[WriteRow, ...]
     aliases: tuple[Alias, ...]
     ops: tuple[OpRow, ...]
+    threads: tuple[str, ...] = ()
+    processes: int = 0

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..guard_saved import guard_saved_tensors
 from ..ledger import key_of, ledger
 from ..mode import Record
 from ..observing import ObservingTracker
@@ -17,6 +18,7 @@ from ..saved_hooks import SavedTensors
 from ..site import Place, issued_in_handler, place_of, site_at
 from ..smuggled import Hazard, SmuggledTensors, tensors
 from .model import Alias, HazardRow, OpRow, Report, ViewRow, WriteRow
+from .unseen import Unseen
 
 Row = TypeVar("Row", ViewRow, WriteRow)
 
@@ -26,6 +28,8 @@ class Recorder:
 
     Args:
         record: as for `track`. With ``"none"`` no lines are known, and hazards are not looked for.
+        guard_saved: whether what autograd saves is guarded, as by `guard_saved_tensors`: backward
+            raises `MutatedTensorError` where it was written.
 
     Example::
 
@@ -34,8 +38,10 @@ class Recorder:
         print(to_text(recorder.report("train_step")))
     """
 
-    def __init__(self, record: Record = "site") -> None:
+    def __init__(self, record: Record = "site", *, guard_saved: bool = False) -> None:
         self._record = record
+        self._guard_saved = guard_saved
+        self._unseen = Unseen()
         self._tracker = ObservingTracker(record, self._observe)
         stack = record == "stack"
         self._smuggled = SmuggledTensors(self._found, stack=stack)
@@ -49,7 +55,10 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         with ExitStack() as entered:  # undone if one of them fails
+            entered.enter_context(self._unseen.watch())
             entered.enter_context(self._tracker)
+            if self._guard_saved:  # before hooks are watched: its own are not the program's
+                entered.enter_context(guard_saved_tensors())
             if self._record != "none":
                 entered.enter_context(self._smuggled.calls.watch())
                 entered.enter_context(self._saved.watch())
@@ -81,6 +90,8 @@ class Recorder:
                     key=lambda row: (-row.count, row.op),
                 )
             ),
+            threads=tuple(self._unseen.threads),
+            processes=self._unseen.processes,
         )
 
     def _observe(self, func: Any, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:

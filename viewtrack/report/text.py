@@ -15,6 +15,11 @@ LIMIT = 20
 
 HAZARDS = "hazards (kept by a mode or a hook, then written, then used again)"
 
+LOOKED = "in this thread and process; what autograd itself saved is watched by --guard-saved"
+
+#: How many threads are named.
+THREADS = 3
+
 #: How many characters of a source line are shown.
 SOURCE = 72
 
@@ -68,12 +73,29 @@ def _hazards(report: Report) -> Iterator[str]:
         yield "hazards: not looked for (record=none)"
     elif not rows:
         yield f"{HAZARDS}: none"
+        yield f"  {LOOKED}"
     else:
         yield f"{HAZARDS}: {len(rows)}"
     for number, row in enumerate(rows, 1):
         yield ""
         yield from _hazard(number, row)
     yield ""
+    yield from _unseen(report)
+
+
+def _unseen(report: Report) -> Iterator[str]:
+    names, more = report.threads[:THREADS], len(report.threads) - THREADS
+    shown = ", ".join([*names, *([f"{more} more"] if more > 0 else [])])
+    threads = f"{_number(len(report.threads), 'other thread')} ({shown})" if names else ""
+    processes = _number(report.processes, "forked process") if report.processes else ""
+    if threads or processes:
+        of = " and of ".join(filter(None, (threads, processes)))
+        yield f"not in this report: ops, if any, of {of}"
+        yield ""
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what[-1] == 's' else 's'}"
 
 
 def _hazard(number: int, row: HazardRow) -> Iterator[str]:
