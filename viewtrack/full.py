@@ -8,6 +8,10 @@ return are noted, and marked at the first moment after that: when the next op co
 tracker is left, or when somebody asks the view itself for anything. To be asked, a noted view is
 lent a class of ours (`_Kept`) with a ``__torch_function__``, and gives it back then.
 
+The next op must not be a view op, though. Native code may have called that to make the grad_fn or
+the tangent of a view anew (``VariableHooks::grad_fn``, ``AutogradMeta::fw_grad``), and it holds
+that view's mutex meanwhile: to mark a view of the same one would wait for it for ever.
+
 Each view is marked by its own native kernel: the op is called again above autograd, and answered
 with the view. So flags, creation_meta and grad_fn are native.
 
@@ -32,6 +36,7 @@ from . import _torch
 from .ledger import key_of
 from .plan import Plan, plan_of
 from .view import mark_as_view
+from .view_fn import replaying
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +80,12 @@ class _Note:
         """Those of its outputs that are in use."""
         return [t for ref in self.views if (t := ref()) is not None]
 
+    def return_class(self) -> None:
+        """Give its outputs back the class that they had before `_Kept`."""
+        for t in self.living():
+            if type(t) is _Kept:
+                _lend(t, torch.Tensor)
+
 
 class FullViews:
     """What the handlers that run in one thread keep."""
@@ -88,18 +99,25 @@ class FullViews:
 
     def settle(self) -> None:
         """Mark the views of all ops that have returned to their callers."""
+        if self._running or replaying.now:
+            return
         with self._lock:
             while self._notes and not self._running:
                 note = self._notes.pop(0)
-                for t in note.living():
-                    if type(t) is _Kept:
-                        _lend(t, torch.Tensor)
+                note.return_class()
                 self._mark(note)
 
+    def next_op(self, func: Any) -> None:
+        """Tell that an op has come."""
+        if not (isinstance(func, _torch.OpOverload) and plan_of(func).views):
+            self.settle()
+
     @contextmanager
-    def handler(self) -> Iterator[None]:
-        """Tell that a handler runs inside."""
-        self.settle()
+    def handler(self, func: Any) -> Iterator[None]:
+        """Tell that a handler runs inside, for the op `func`."""
+        self.next_op(func)
+        if not self._running:
+            self._return_class()
         self._running += 1
         try:
             yield
@@ -164,6 +182,11 @@ class FullViews:
                     me._notes[:] = [note for note in me._notes if note.living()]
 
         return weakref.ref(t, died)
+
+    def _return_class(self) -> None:
+        """A handler finds its views as it made them, those too that are not marked yet."""
+        for note in list(self._notes):  # no lock: this may run while native holds a mutex
+            note.return_class()
 
     def _lend_class(self) -> None:
         """Have the views that outlived their handler ask us; forget the others."""

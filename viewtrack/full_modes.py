@@ -55,11 +55,11 @@ class _Bottom:
 
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run, views = type(mode).__torch_dispatch__, self.views
-        views.settle()
+        views.next_op(func)
         if not isinstance(func, _torch.OpOverload) or any(map(_torch.is_infra_class, types)):
             return run(mode, func, types, args, kwargs)
         if any(map(_has_handler, types)):
-            with views.handler():
+            with views.handler(func):
                 out = run(mode, func, types, args, kwargs)
                 if out is not NotImplemented:
                     out = views.handed_back(func, args, kwargs, out)
@@ -86,7 +86,7 @@ class _Bracket:
         views = _here.views
         if views is None:
             return self.handler(func, types, args, kwargs)
-        with views.handler():
+        with views.handler(func):
             out = self.handler(func, types, args, kwargs)
             return views.handed_back(func, args, kwargs, out)
 

@@ -7,6 +7,7 @@ while base's counter is far away, and counts as out of date.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,15 @@ def _take_grad_fn(t: torch.Tensor, base: torch.Tensor, replay: Replay, out: torc
         replay.ready = None
 
 
+class _Replaying(threading.local):
+    """Whether native replays a view_fn in this thread, holding the mutex of the view meanwhile."""
+
+    now = False
+
+
+replaying = _Replaying()
+
+
 class Replay:
     """A view_fn that is checked each time it is replayed on a base of the original shape."""
 
@@ -96,6 +106,13 @@ class Replay:
         """What native is to take for the view: a result that may be written."""
         if self.ready is not None:
             return self.ready
+        was, replaying.now = replaying.now, True
+        try:
+            return self._made(base)
+        finally:
+            replaying.now = was
+
+    def _made(self, base: torch.Tensor) -> torch.Tensor:
         out = self.checked(base)
         if _torch.creation_meta(out) is not CreationMeta.IN_CUSTOM_FUNCTION:
             return out
