@@ -47,6 +47,7 @@ HAZARD = Hazard(
     writes=(WRITE,),
     use="by Cached in place of aten.mm.default",
     used=FORWARD,
+    through=("aten._unsafe_view.default",),
 )
 REPORT = Report(
     program="train.py --bug",
@@ -82,7 +83,7 @@ hazards (kept by a mode or a hook, then written, then used again): 1
               by Caching
      written  aten.silu_.default(self)
               model.py:42 in forward
-              version 0 -> 1, thread MainThread
+              through aten._unsafe_view.default, version 0 -> 1, thread MainThread
      used     by Cached in place of aten.mm.default
               model.py:41 in forward
               12 times in all
@@ -140,6 +141,22 @@ writes: none
 undeclared aliases (ops that return memory of an argument, unsaid by their schema): none
 
 ops: none
+""",
+        )
+
+    def test_a_write_through_an_undeclared_alias(self):
+        through = ("", "aten._unsafe_view.default")
+        hazard = dataclasses.replace(HAZARD, writes=(WRITE, WRITE), through=through)
+        text = to_text(dataclasses.replace(EMPTY, hazards=(HazardRow(hazard, 1),)))
+        self.assertExpectedInline(
+            text[text.index("     written") : text.index("     used")],
+            """\
+     written  aten.silu_.default(self)
+              model.py:42 in forward
+              version 0 -> 1, thread MainThread
+     written  aten.silu_.default(self)
+              model.py:42 in forward
+              through aten._unsafe_view.default, version 0 -> 1, thread MainThread
 """,
         )
 
@@ -241,6 +258,13 @@ def test_a_report_from_before_threads_were_noted():
     data = json.loads(to_json(EMPTY))
     del data["threads"], data["processes"]
     assert from_json(json.dumps(data)) == EMPTY
+
+
+def test_a_hazard_from_before_aliases_were_noted():
+    data = json.loads(to_json(REPORT))
+    del data["hazards"][0]["hazard"]["through"]
+    [row] = from_json(json.dumps(data)).hazards
+    assert row.hazard == dataclasses.replace(HAZARD, through=())
 
 
 def test_json_is_plain():

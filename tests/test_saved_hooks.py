@@ -124,6 +124,16 @@ def test_what_a_checkpoint_reads_written_before_its_recompute():
     assert [write.op for write in hazard.writes] == ["aten.add_.Tensor"]
 
 
+def test_a_write_through_an_alias_that_no_schema_tells_of():
+    def run(alias):
+        save_write_backward(saved_tensors_hooks(pack, unpack), lambda x: alias(x, (2, 2)).zero_())
+
+    [hazard] = hazards(lambda: run(torch.ops.aten._unsafe_view))
+    assert hazard.through == ("aten._unsafe_view.default",)
+    [hazard] = hazards(lambda: run(torch.Tensor.view))
+    assert hazard.through == ("",)
+
+
 def test_attributes_of_a_hook_stay_visible(monkeypatch):
     def marked(t):
         return t

@@ -60,6 +60,24 @@ def test_a_hazard_names_what_was_kept_and_who_wrote():
     assert (write.version_before, write.version_after) == (0, 1)
 
 
+def test_a_hazard_tells_of_an_alias_that_no_schema_tells_of():
+    def linear(write):
+        keep, layer, x = Keep(detached), torch.nn.Linear(4, 4, bias=False), torch.ones(2, 3, 4)
+        with torch.no_grad():
+            with keep:
+                out = layer(x)
+            write(out)
+            with HandOut(keep):
+                layer(x)
+
+    [hazard] = hazards(linear, lambda t: t.relu_())
+    assert hazard.through == ("aten._unsafe_view.default",)
+    [hazard] = hazards(keep_write_hand_out, lambda t: aten._unsafe_view(t, (16,)).sin_())
+    assert hazard.through == ("aten._unsafe_view.default",)
+    [hazard] = hazards(keep_write_hand_out, lambda t: t.view(16).sin_())
+    assert hazard.through == ("",)
+
+
 @pytest.mark.parametrize(
     "write",
     [

@@ -19,7 +19,7 @@ import torch
 from ._torch_dynamo import skip_dynamo
 from .ledger import Entry, ledger
 from .site import Place, place_of, site_at, user_frame
-from .smuggled import Hazard, brief, is_told, name_of, writes_since
+from .smuggled import Hazard, brief, is_told, name_of, notes_in, through, writes_since
 
 _hooks: Any = torch.autograd.graph.saved_tensors_hooks
 
@@ -86,6 +86,7 @@ class SavedTensors:
                     writes=tuple(writes),
                     use="in backward, which does not check what a hook hands out",
                     used=site_at(self.place()),
+                    through=through(entry, writes),
                 )
             )
 
@@ -110,6 +111,7 @@ class _Pack(_Hook):
     @skip_dynamo
     def __call__(self, t: torch.Tensor) -> _Packed:
         entry = ledger.open(t)
+        notes_in(entry)  # from here on aliases that no schema tells of are noted
         count = entry.count
         return _Packed(self._hook(t), entry, count, self._saved.place())
 

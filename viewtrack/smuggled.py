@@ -27,13 +27,16 @@ from typing import Any
 import torch
 
 from .handler_calls import HandlerCall, HandlerCalls, caller_of
-from .ledger import WRITES_KEPT, Entry, Write, key_of, ledger
+from .ledger import WRITES_KEPT, Entry, Region, Write, key_of, ledger
 from .overlap import covers, overlaps, region_of
 from .plan import Plan
 from .site import Place, Site, place_of, site_at, user_frame
 
 # Of how many tensors in one storage it is known when they were made: of the last ones.
 TENSORS_KEPT = 256
+
+# Of how many aliases of one storage that no schema tells of it is known what made them.
+ALIASES_KEPT = 16
 
 # What these return has no content yet: a mode may well hand out memory that it kept.
 _NO_CONTENT = frozenset(
@@ -71,6 +74,8 @@ class Hazard:
         writes: the writes that reached it since, oldest first.
         use: how it was used again.
         used: the line that led to that.
+        through: for each write the op that returned what was written as an alias of what was kept
+            without its schema saying so, ``aten._unsafe_view.default``; empty where there was none.
     """
 
     op: str
@@ -80,6 +85,7 @@ class Hazard:
     writes: tuple[Write, ...]
     use: str
     used: Site
+    through: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class _Notes:
     def __init__(self) -> None:
         self.made: dict[int, _Made] = {}  # by id of the tensor; a new one at that id is noted anew
         self.writers: dict[int, _Writer] = {}  # by number of the write, where a handler wrote
+        self.aliases: dict[Region | None, str] = {}  # what no schema tells of, and the op
         self.told: set[tuple[str, Site]] = set()  # op and line of writes that made a hazard
 
     def add_made(self, t: torch.Tensor, made: _Made) -> None:
@@ -149,6 +156,8 @@ class SmuggledTensors:
 
     def observe(self, func: Any, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
         """Note an op that has just run at the bottom of the mode stack."""
+        if plan.may_alias_undeclared:
+            _note_aliases(plan, args, kwargs, out)
         innermost = self.calls.innermost
         if innermost is None:
             return
@@ -221,6 +230,7 @@ class SmuggledTensors:
                 writes=kept.writes,
                 use=f"by {name_of(type(call.mode))} {how}",
                 used=site_at(call.place or self._place(call, call)),
+                through=through(kept.entry, kept.writes),
             )
         )
 
@@ -241,6 +251,22 @@ class SmuggledTensors:
     def _place(self, call: HandlerCall, innermost: HandlerCall) -> Place:
         frame = user_frame(caller_of(call, innermost, sys._getframe()))
         return place_of(frame, stack=self._stack)
+
+
+def _note_aliases(plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+    """Note what an op returned that lies in memory of which somebody may have kept an alias."""
+    for t in tensors(out):
+        entry = ledger.entry(t)
+        if entry is not None and entry.notes is not None:
+            aliases = entry.notes.aliases
+            if len(aliases) < ALIASES_KEPT and all(t is not a for a in tensors((args, kwargs))):
+                aliases.setdefault(region_of(t), plan.name)
+
+
+def through(entry: Entry, writes: Iterable[Write]) -> tuple[str, ...]:
+    """For each write the op that made the alias which was written, if no schema tells of it."""
+    aliases = notes_in(entry).aliases
+    return tuple(aliases.get(write.region, "") for write in writes)
 
 
 def _note_writes(

@@ -62,7 +62,8 @@ def _report(data: dict[str, Any]) -> Report:
 def _hazard(data: dict[str, Any]) -> Hazard:
     writes = tuple(map(_write, data["writes"]))
     sites = {name: _site(data[name]) for name in ("saved", "used")}
-    return Hazard(**{**data, **sites, "writes": writes})
+    through = tuple(data.get("through", ()))
+    return Hazard(**{**data, **sites, "writes": writes, "through": through})
 
 
 def _write(data: dict[str, Any]) -> Write:

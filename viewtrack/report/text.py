@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from ..ledger import Write
 from ..site import UNKNOWN, Site, is_user_file
@@ -103,8 +104,9 @@ def _hazard(number: int, row: HazardRow) -> Iterator[str]:
     op = f"{hazard.op} -> " if hazard.op else "saved for backward: "
     keeper = [f"by {hazard.keeper}"] if hazard.keeper else []
     yield from _entry(f"{number:3d}  kept", op + hazard.result, hazard.saved, *keeper)
-    for write in hazard.writes:
-        yield from _entry("written", f"{write.op}({write.argument})", write.site, _moved(write))
+    for write, through in zip_longest(hazard.writes, hazard.through[: len(hazard.writes)]):
+        how = f"through {through}, {_moved(write)}" if through else _moved(write)
+        yield from _entry("written", f"{write.op}({write.argument})", write.site, how)
     yield from _entry("used", hazard.use, hazard.used, f"{_times(row.count)} in all")
     yield from _entry("mend", _mend(hazard.writes))
 
