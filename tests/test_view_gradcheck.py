@@ -86,11 +86,26 @@ def test_through_a_view_by_a_custom_function(write):
     check(through(flipped, None, write), sample(torch.double))
 
 
+class Doubled(torch.autograd.Function):
+    """The right view, with a backward that is wrong by a factor."""
+
+    @staticmethod
+    def forward(ctx, base):
+        return base[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        full = torch.zeros(2, *grad.shape, dtype=grad.dtype)
+        full[1] = 2 * grad
+        return full
+
+
 def test_a_wrong_view_fn_is_caught_by_gradcheck():
-    """The check itself can fail: this view_fn names another row than the one that t is."""
+    """The check itself can fail."""
 
     def wrong(base, _fn):
-        return vt.mark_as_view(bare_alias(base, lambda t: t[1]), base, view_fn=lambda t: t[0])
+        alias = bare_alias(base, lambda t: t[1])
+        return vt.mark_as_view(alias, base, view_fn=Doubled.apply)
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         gradcheck(through(wrong, None, ("base",)), sample(torch.double))
