@@ -49,6 +49,22 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s [options] (script.py | - | -m module) [args ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_tracking_options(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the report there as JSON too")
+    add_options(parser)
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does"
+    )
+    parser.add_argument(
+        "script",
+        nargs="?",
+        help="the script, folder or archive to run; `-` reads a script from stdin",
+    )
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(execute=execute, parser=parser)
+
+
+def _add_tracking_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record",
         choices=("none", "site", "stack"),
@@ -68,18 +84,6 @@ def add_parser(commands: Any) -> None:
         help="guard what autograd saves for backward, as viewtrack.guard_saved_tensors does: "
         "backward raises if it was written, through .data too, with the line that wrote",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there as JSON too")
-    add_options(parser)
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does"
-    )
-    parser.add_argument(
-        "script",
-        nargs="?",
-        help="the script, folder or archive to run; `-` reads a script from stdin",
-    )
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(execute=execute, parser=parser)
 
 
 def execute(args: argparse.Namespace) -> int:
