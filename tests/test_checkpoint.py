@@ -24,7 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from viewtrack import MutatedTensorError, track
-from viewtrack._torch_guard import POLICY_IN_FORWARD_ONLY
+from viewtrack._torch.guard import POLICY_IN_FORWARD_ONLY
 from viewtrack.checkpoint import create_selective_checkpoint_contexts as ours
 
 stock = torch_checkpoint.create_selective_checkpoint_contexts

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from write_ways import ALIASES, OPS, OWN_COUNTER, line_of, one_process_group
 
 from viewtrack import MutatedTensorError, guard_saved_tensors
-from viewtrack._torch_guard import top_saved_tensors_hooks
+from viewtrack._torch.guard import top_saved_tensors_hooks
 from viewtrack.checkpoint import create_selective_checkpoint_contexts
 
 

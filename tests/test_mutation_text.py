@@ -50,12 +50,15 @@ def test_in_place_through_an_unsafe_view():
         h.mul_(2)
         return h.sin().sum()
 
-    assert_expected_inline(text_of(region), """\
+    assert_expected_inline(
+        text_of(region),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[6, 3]          test.py:+1 in region:  h = x @ w
   written   aten.mul_.Tensor(self)                test.py:+2 in region:  h.mul_(2)
             through aten._unsafe_view.default, version 0 -> 1, thread MainThread
-  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""")
+  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""",
+    )
 
 
 def test_all_sites_in_one_report():
@@ -67,7 +70,9 @@ def test_all_sites_in_one_report():
         torch._foreach_add_([g], 1)
         return h.sum() + g.sin().sum()
 
-    assert_expected_inline(text_of(region), """\
+    assert_expected_inline(
+        text_of(region),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   aten.relu_.default(self)              test.py:+2 in region:  F.relu(h, inplace=True)
@@ -79,7 +84,8 @@ a tensor cached by selective checkpointing has been mutated before it was reused
             through aten._unsafe_view.default, version 1 -> 2, thread MainThread
   mend      use the out-of-place op on line +2, or add 'aten.relu_' to allow=
             use the out-of-place op on line +4, or add 'aten.masked_fill_' to allow=
-            use the out-of-place op on line +5, or add 'aten._foreach_add_' to allow=""")
+            use the out-of-place op on line +5, or add 'aten._foreach_add_' to allow=""",
+    )
 
 
 def test_out_variant():
@@ -89,12 +95,15 @@ def test_out_variant():
             torch.add(w, 1, out=h)
         return h.sin().sum()
 
-    assert_expected_inline(text_of(region), """\
+    assert_expected_inline(
+        text_of(region),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   aten.add.out(out)                     test.py:+3 in region:  torch.add(w, 1, out=h)
             version 0 -> 1, thread MainThread
-  mend      write to a copy on line +3, or add 'aten.add' to allow=""")
+  mend      write to a copy on line +3, or add 'aten.add' to allow=""",
+    )
 
 
 def test_bytes_alone():
@@ -103,11 +112,14 @@ def test_bytes_alone():
         h.detach().numpy()[:] = 0
         return h.sin().sum()
 
-    assert_expected_inline(text_of(region, check="content"), """\
+    assert_expected_inline(
+        text_of(region, check="content"),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   its bytes changed, and no op that PyTorch saw wrote them
-  mend      look for numpy, a raw pointer or a kernel that does not declare what it mutates""")
+  mend      look for numpy, a raw pointer or a kernel that does not declare what it mutates""",
+    )
 
 
 def test_between_forward_and_backward_where_no_mode_is():
@@ -119,11 +131,14 @@ def test_between_forward_and_backward_where_no_mode_is():
     def write(h):
         h.detach().zero_()
 
-    assert_expected_inline(text_of(region, between=write), """\
+    assert_expected_inline(
+        text_of(region, between=write),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   by an op that no mode saw, version 0 -> 1
-  mend      run it under viewtrack.track(), in every thread, to learn the line""")
+  mend      run it under viewtrack.track(), in every thread, to learn the line""",
+    )
 
 
 def test_between_forward_and_backward_under_track():
@@ -136,12 +151,15 @@ def test_between_forward_and_backward_under_track():
         with track():
             h.detach().zero_()
 
-    assert_expected_inline(text_of(region, between=write), """\
+    assert_expected_inline(
+        text_of(region, between=write),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   aten.zero_.default(self)              test.py:+7 in write:  h.detach().zero_()
             version 0 -> 1, thread MainThread, idempotent
-  mend      use the out-of-place op on line +7, or add 'aten.zero_' to allow=""")
+  mend      use the out-of-place op on line +7, or add 'aten.zero_' to allow=""",
+    )
 
 
 def test_a_foreign_pair_whose_own_check_fires():
@@ -153,12 +171,15 @@ def test_a_foreign_pair_whose_own_check_fires():
     def foreign(ops):
         return guard(lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(ops))()
 
-    assert_expected_inline(text_of(region, foreign), """\
+    assert_expected_inline(
+        text_of(region, foreign),
+        """\
 a tensor cached by selective checkpointing has been mutated before it was reused
   saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
   written   aten.mul_.Tensor(self)                test.py:+2 in region:  h.mul_(2)
             version 0 -> 1, thread MainThread
-  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""")
+  mend      use the out-of-place op on line +2, or add 'aten.mul_' to allow=""",
+    )
 
 
 def test_what_a_region_starts_from():
@@ -178,13 +199,16 @@ def test_what_a_region_starts_from():
     gate = Gate()
     text = text_of(lambda x, w: gate(x, w), check_inputs=True)
     text = re.sub(r"\+-?\d+", "+N", text)
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 what a checkpointed region starts from has been mutated before it was reused
   changed   `Gate.load` was None when the forward began and is f32[3] now
   saved     Gate.seen -> f32[3]                   test.py:+N in forward:  self.seen += 1
   written   aten.add_.Tensor(self)                test.py:+N in forward:  self.seen += 1
             version 0 -> 1, thread MainThread
-  mend      use the out-of-place op on line +N, or add 'aten.add_' to allow=""")
+  mend      use the out-of-place op on line +N, or add 'aten.add_' to allow=""",
+    )
 
 
 def test_a_guarded_tensor_and_many_writes():
@@ -198,11 +222,14 @@ def test_a_guarded_tensor_and_many_writes():
     with pytest.raises(MutatedTensorError) as caught:
         body()
     lines = normal(str(caught.value), body).splitlines()
-    assert_expected_inline("\n".join([*lines[:4], "...", *lines[-2:]]), """\
+    assert_expected_inline(
+        "\n".join([*lines[:4], "...", *lines[-2:]]),
+        """\
 a guarded tensor has been mutated before it was reused
   saved     the table -> bf16[2, 2]               test.py:+3 in body:  guard.save(t, "the table")
   written   aten.add_.Tensor(self)                test.py:+5 in body:  t.data.t()[0].add_(1)
             version 0 -> 1, thread MainThread
 ...
             and 2 more writes
-  mend      use the out-of-place op on line +5, or add 'aten.add_' to allow=""")
+  mend      use the out-of-place op on line +5, or add 'aten.add_' to allow=""",
+    )

@@ -16,7 +16,7 @@ import viewtrack
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "viewtrack").rglob("*.py"))
-PRIVATE_ROOMS = sorted((ROOT / "viewtrack").glob("_torch*.py"))
+PRIVATE_ROOMS = sorted((ROOT / "viewtrack" / "_torch").glob("*.py"))
 DOCUMENTS = sorted(path for path in ROOT.glob("*.md"))
 HEAVY_MODULES = ("torch._dynamo", "torch._inductor", "numpy", "rich", "jinja2")
 

@@ -228,7 +228,7 @@ def test_what_the_dispatcher_has_for_a_library_op():
 
 @pytest.mark.parametrize("name", ["prim::device", "nobody::knows_this", "not a name"])
 def test_an_op_that_the_dispatcher_does_not_know_is_functional(name):
-    from viewtrack import _torch_kernels
+    from viewtrack._torch import kernels as _torch_kernels
 
     assert not _torch_kernels.has_native_kernel(name)
     assert not _torch_kernels.has_composite_kernel(name)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from wrappers import aliases, make_wrapper
 
-from viewtrack import _torch, _torch_subclass
+from viewtrack import _torch
+from viewtrack._torch import subclass as _torch_subclass
 
 HERE = f"torch {torch.__version__}"
 aten = torch.ops.aten

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from view_makers import below_autograd, share_a_counter
 
 import viewtrack
-from viewtrack import _torch, _torch_kernels, _torch_opinfo
+from viewtrack import _torch
+from viewtrack._torch import kernels as _torch_kernels
+from viewtrack._torch import opinfo as _torch_opinfo
 
 HERE = f"torch {torch.__version__}"
-ROOMS = sorted(Path(viewtrack.__file__).parent.glob("_torch*.py"))
+ROOMS = sorted((Path(viewtrack.__file__).parent / "_torch").glob("*.py"))
 aten = torch.ops.aten
 
 # Names that not every release has; each is looked for before it is used.
@@ -82,7 +84,8 @@ def missing(source, namespace):
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
 def test_every_name_exists(room):
-    module = importlib.import_module(f"viewtrack.{room.stem}")
+    name = "" if room.stem == "__init__" else f".{room.stem}"
+    module = importlib.import_module(f"viewtrack._torch{name}")
     source = room.read_text()
     assert list(names_in(source, vars(module))), "the probe sees nothing"
     assert missing(source, vars(module)) == [], HERE

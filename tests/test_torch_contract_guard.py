@@ -10,7 +10,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from view_makers import share_a_counter
 
-from viewtrack import _torch_guard
+from viewtrack._torch import guard as _torch_guard
 
 HERE = f"torch {torch.__version__}"
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -1,9 +1,10 @@
-"""What `viewtrack/_torch_library.py` relies on, and does, on this torch."""
+"""What `viewtrack/_torch/library.py` relies on, and does, on this torch."""
 
 import pytest
 import torch
 
-from viewtrack import _torch, _torch_library
+from viewtrack import _torch
+from viewtrack._torch import library as _torch_library
 
 _lib = torch.library.Library("vtcontract", "FRAGMENT")
 

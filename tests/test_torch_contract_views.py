@@ -8,7 +8,8 @@ import torch.autograd.forward_ad as fwAD
 from torch.utils._python_dispatch import TorchDispatchMode
 from view_makers import bare_alias, share_a_counter
 
-from viewtrack import _torch, _torch_view_fn
+from viewtrack import _torch
+from viewtrack._torch import view_fn as _torch_view_fn
 
 HERE = f"torch {torch.__version__}"
 

@@ -1,6 +1,6 @@
 import torch
 
-from viewtrack._torch_dynamo import skip_dynamo
+from viewtrack._torch.dynamo import skip_dynamo
 
 
 def inner(x):

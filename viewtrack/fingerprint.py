@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from . import _torch, _torch_guard
+from . import _torch
+from ._torch import guard as _torch_guard
 
 _ROW = 256
 # 32 bits of data, 13 of weight and 8 of row length make 53, which is what a float64 holds.

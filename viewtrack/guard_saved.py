@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import _torch_guard
+from ._torch import guard as _torch_guard
 from .mode import track
 from .mutation_text import Mutation, mutation_error
 from .site import place_of, user_frame

@@ -25,8 +25,8 @@ import torch
 
 from . import _torch
 from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded, set_version
-from ._torch_dynamo import skip_dynamo
-from ._torch_guard import no_torch_dispatch
+from ._torch.dynamo import skip_dynamo
+from ._torch.guard import no_torch_dispatch
 from .info import version
 from .plan import Plan, plan_of
 from .site import handler_names, locate

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._torch_dynamo import skip_dynamo
+from ._torch.dynamo import skip_dynamo
 from .site import Place
 
 _HANDLER = "__torch_dispatch__"

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from . import _torch
-from ._torch_dynamo import break_graph
+from ._torch.dynamo import break_graph
 from .view import marks
 from .view_fn import ViewFn
 

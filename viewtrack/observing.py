@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _torch
-from ._torch_dynamo import skip_dynamo
+from ._torch.dynamo import skip_dynamo
 from .mode import Record, Tracker, active
 from .plan import Plan, plan_of
 from .tracking import TrackingMode

@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import _torch, _torch_kernels, collectives
+from . import _torch, collectives
+from ._torch import kernels as _torch_kernels
 from .undeclared import UNDECLARED_ALIASES
 
 # Here the counters may be joined as well: nothing saves the argument of _unsafe_view, since its

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ._torch_dynamo import skip_dynamo
+from ._torch.dynamo import skip_dynamo
 from .ledger import Entry, ledger
 from .site import Place, place_of, site_at, user_frame
 from .smuggled import Hazard, brief, is_told, name_of, notes_in, through, writes_since

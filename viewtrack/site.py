@@ -108,7 +108,8 @@ _own_handlers = {
     for name in (
         "tracking.py",
         "observing.py",
-        "_torch.py",
+        os.path.join("_torch", "__init__.py"),
+        os.path.join("_torch", "view_fn.py"),
         os.path.join("checkpoint", "contexts.py"),
         os.path.join("checkpoint", "foreign.py"),
     )

@@ -39,7 +39,7 @@ from ._torch import (
     is_excluded,
     set_excluded,
 )
-from ._torch_kernels import composite_kernel
+from ._torch.kernels import composite_kernel
 from .info import version
 from .operands import (
     is_complex,

@@ -1,7 +1,7 @@
 """`mark_as_view` and what can be asked of a view.
 
 `mark_as_view` is the Python face of C++ ``as_view`` (VariableTypeUtils.h). It has the native
-kernels mark a tensor that we choose; `_torch.py` tells how. Two things are done around that:
+kernels mark a tensor that we choose; `_torch` tells how. Two things are done around that:
 
 * as_strided alone cannot express a view of another dtype, or with another conj or neg bit, so such
   views are marked as as_strided of a native view that has them (`_relative`);
@@ -26,7 +26,7 @@ from ._torch import (
     is_excluded,
     torch_function_modes,
 )
-from ._torch_dynamo import break_graph
+from ._torch.dynamo import break_graph
 from .aliasing import brief, shares_storage
 from .errors import AutogradMetadataError, ViewTrackError
 from .markable import (

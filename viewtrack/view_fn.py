@@ -1,6 +1,6 @@
 """A Python view_fn behind a marked view, replayed by the native engine.
 
-A native ViewFunc captures it (`_torch_view_fn.py`), and native calls that when it regenerates
+A native ViewFunc captures it (`_torch/view_fn.py`), and native calls that when it regenerates
 grad_fn (``VariableHooks::grad_fn``). To have the first grad_fn made so too, the view is marked
 while base's counter is far away, and counts as out of date.
 """
@@ -15,7 +15,7 @@ import torch
 
 from . import _torch
 from ._torch import CreationMeta
-from ._torch_view_fn import as_view_with_fn
+from ._torch.view_fn import as_view_with_fn
 from .aliasing import brief, dims, shares_or_unknown
 from .errors import AliasingError, ViewTrackError
 from .markable import native, propagated

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _torch_guard
+from ._torch import guard as _torch_guard
 from .ledger import key_of
 from .site import Place
 from .watch import Watch

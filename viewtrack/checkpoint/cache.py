@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_guard
+from .. import _torch
 from .._torch import ADINPLACEORVIEW, TensorBase, set_excluded
+from .._torch import guard as _torch_guard
 from ..site import Place
 from ..watch import Watch, parts
 from .inputs import Inputs

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from .. import _torch_guard
-from .._torch_guard import POLICY_IN_FORWARD_ONLY
+from .._torch import guard as _torch_guard
+from .._torch.guard import POLICY_IN_FORWARD_ONLY
 from ..mode import active, track
 from ..plan import Plan
 from ..site import place_of, user_frame

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from .. import _torch_guard
 from .._torch import HigherOrderOperator, OpOverload
+from .._torch import guard as _torch_guard
 from .cache import Cache
 from .contexts import CachedMode, CachingMode, Policy
 from .options import Check, OnMutation, make_options

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_guard
+from .. import _torch
+from .._torch import guard as _torch_guard
 from ..ledger import key_of
 from ..mode import track
 from ..mutation_text import Mutation

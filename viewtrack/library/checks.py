@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
-from .._torch_dynamo import skip_dynamo
+from .. import _torch
+from .._torch import library as _torch_library
+from .._torch.dynamo import skip_dynamo
 from ..errors import AliasingError, ViewTrackError
 from ..info import version
 from .relations import is_wrapper

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch_library
-from .._torch_dynamo import skip_dynamo
+from .._torch import library as _torch_library
+from .._torch.dynamo import skip_dynamo
 from ..plan import forget
 from .checks import checked_body
 from .formula import Formula

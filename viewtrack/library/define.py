@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from .. import _torch_library
+from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from ..plan import forget
 from .checks import checked_body

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library, _torch_view_fn
+from .. import _torch
+from .._torch import library as _torch_library
+from .._torch import view_fn as _torch_view_fn
 from ..errors import ViewTrackError
 from .call import Call, put
 from .history import ViewFn, arguments_for, marked_leaf, swapped, with_arguments

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch
 from .._torch import CreationMeta
+from .._torch import library as _torch_library
 from ..errors import AliasingError, ViewTrackError
 from ..view import mark_as_view, share_version
 from .call import Call, put

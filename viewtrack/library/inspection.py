@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch
+from .._torch import library as _torch_library
 from ..plan import plan_of
 from .relations import base_of_output, is_marked
 from .spec import Spec

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_library
+from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from ..info import version
 from ..site import locate

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch_library
-from .._torch_dynamo import skip_dynamo
-from .._torch_kernels import has_autograd_kernel
+from .._torch import library as _torch_library
+from .._torch.dynamo import skip_dynamo
+from .._torch.kernels import has_autograd_kernel
 from ..errors import ViewTrackError
 from .customop import CustomOp, install
 from .schema import ANY, check_annotations

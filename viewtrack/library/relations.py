@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch
+from .._torch import library as _torch_library
 from .call import Call
 from .spec import Leaf, Spec
 

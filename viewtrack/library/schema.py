@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _torch_library
+from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from ..plan import Plan, plan_of_schema
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _torch_library
+from .._torch import library as _torch_library
 from ..plan import Argument, Output, Plan
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch
+from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from .call import Call, put, under_way
 from .checks import check_aliases

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_subclass
+from .._torch import subclass as _torch_subclass
 from ..aliasing import shares_or_unknown
 from ..errors import AliasingError, ViewTrackError
 from ..plan import Argument, Output, Plan, plan_of

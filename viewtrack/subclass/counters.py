@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_subclass
+from .. import _torch
+from .._torch import subclass as _torch_subclass
 from ..plan import Argument, Plan
 from ..tracking import TrackingMode
 from .kinds import kind_of, likely_parts_of, parts_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_subclass
+from .._torch import subclass as _torch_subclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_subclass
+from .. import _torch
+from .._torch import subclass as _torch_subclass
 from ..errors import AutogradMetadataError
 from ..plan import Plan
 from ..site import caller

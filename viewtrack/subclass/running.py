@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .. import _torch_subclass
 from .._torch import OpOverload
+from .._torch import subclass as _torch_subclass
 from ..info import version
 from ..plan import Argument, plan_of
 from ..site import locate

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _torch, _torch_subclass
+from .. import _torch
+from .._torch import subclass as _torch_subclass
 from ..info import version
 from .correct import correct_aliasing
 from .running import run_counted

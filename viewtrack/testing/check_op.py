@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import _torch, _torch_library
+from .. import _torch
+from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from ..info import version
 from ..library import CustomOp

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _torch
-from .._torch_opinfo import op_database
+from .._torch.opinfo import op_database
 from .call import Call, Variant
 
 DTYPES = (torch.float32, torch.complex64, torch.int64)

@@ -1,6 +1,6 @@
 """Private torch that only the guard needs: its own selective checkpointing, and saved-tensor hooks.
 
-The second part of `_torch.py`, under the same rules: every name is checked by
+Under the rules of the package: every name is checked by
 `tests/test_torch_contract.py`, and was tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint as _checkpoint
 
-from ._torch import (
+from . import (
     ADINPLACEORVIEW,
     OpOverload,
     TensorBase,

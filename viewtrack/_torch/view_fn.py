@@ -1,6 +1,6 @@
-"""A Python view_fn inside a native view: the part of `_torch.py` that `mark_as_view` needs for it.
+"""A Python view_fn inside a native view, for `mark_as_view`.
 
-Under the same rules as `_torch.py`; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+Under the rules of the package; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._torch import _C, CARRIER, answering, aten, key_set, only_inplace_or_view
+from . import _C, CARRIER, answering, aten, key_set, only_inplace_or_view
 
 _NESTED_VIEW = aten._nested_view_from_buffer.default
 

@@ -1,4 +1,4 @@
-"""Private torch that wrapper subclasses need; a part of the room that `_torch.py` is.
+"""Private torch that wrapper subclasses need; a part of the one room for it.
 
 Tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ._torch import key_set, mode_stack_len
-from ._torch_guard import no_torch_dispatch
+from . import key_set, mode_stack_len
+from .guard import no_torch_dispatch
 
 _C: Any = torch._C
 

@@ -1,4 +1,4 @@
-"""Keeps dynamo away from our handlers. Private torch; see `_torch.py`.
+"""Keeps dynamo away from our handlers. Private torch, as all of the package.
 
 While compiled code runs, dynamo looks at every Python frame that starts, handlers of dispatch modes
 included. Ours would be traced, and where they cannot be, break graphs and warn.

@@ -1,7 +1,7 @@
 """Private torch: which kernels the dispatcher has for an op.
 
-A part of the one room that `_torch.py` is; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1. Ops are
-named as the dispatcher names them, ``"aten::add_.Tensor"``.
+A part of the one room that touches private torch; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+Ops are named as the dispatcher names them, ``"aten::add_.Tensor"``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Private torch that custom ops need: key sets, guards, schemas, tracing.
 
-A part of the one room that `_torch.py` is; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+A part of the one room that touches private torch; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from . import _torch
-from ._torch import DispatchKey, OpOverload
+from .. import _torch
+from . import DispatchKey, OpOverload
 
 _C = torch._C
 aten = torch.ops.aten

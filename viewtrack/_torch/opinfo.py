@@ -1,6 +1,6 @@
 """Private torch: the table of ops that torch's own tests run over.
 
-A part of the one room that `_torch.py` is; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
+A part of the one room that touches private torch; tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
