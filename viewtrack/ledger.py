@@ -156,15 +156,17 @@ class Ledger:
 
     def record(self, t: torch.Tensor, facts: _Facts) -> None:
         """Enter a write to `t`: op, argument, place, thread, versions before and after."""
-        if has_storage(t):
-            # As `key_of`, in line: nearly every write finds its entry here.
-            entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
-            try:
+        geometry = None
+        try:
+            # As `key_of`, in line: nearly every write finds its entry here. What is on these
+            # devices is not lazy, and may be asked for its storage.
+            if t.is_cpu or t.is_cuda or has_storage(t):
+                entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
                 geometry = (t.storage_offset(), t.size(), t.stride(), t.dtype)
-            except (RuntimeError, NotImplementedError):  # nested, of layout strided
-                geometry = None
-        else:
-            entry, geometry = self.open(t), None
+            else:
+                entry = self.open(t)
+        except (RuntimeError, NotImplementedError):  # sparse; nested, of layout strided
+            entry = self.open(t)
         with self._lock:
             entry.append(facts, geometry)
 
