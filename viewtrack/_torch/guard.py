@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import checkpoint as _checkpoint
@@ -17,15 +17,13 @@ from torch.utils import checkpoint as _checkpoint
 from . import (
     ADINPLACEORVIEW,
     OpOverload,
+    QuietMode,
     TensorBase,
     TorchDispatchMode,
     is_excluded,
     no_torch_function,
     set_excluded,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "POLICY_IN_FORWARD_ONLY",
@@ -53,45 +51,20 @@ Before, it is asked before the op in both passes, and entries are taken from a q
 """
 
 
-class CachingMode(_checkpoint._CachingTorchDispatchMode):
-    """The class that torch looks for in a context_fn's pair, to hand it its options.
-
-    Torch shall not wrap the handler; see `_torch.QuietMode`.
-    """
+class CachingMode(QuietMode, _checkpoint._CachingTorchDispatchMode):
+    """The class that torch looks for in a context_fn's pair, to hand it its options."""
 
     def __init__(self) -> None:
         # Not the parent's own, whose signature differs over versions.
         TorchDispatchMode.__init__(self)
 
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class CachedMode(_checkpoint._CachedTorchDispatchMode):
+class CachedMode(QuietMode, _checkpoint._CachedTorchDispatchMode):
     """The counterpart of `CachingMode` in recompute."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self.func_counter: dict[Any, int] = {}  # from 2.13 on the parent's __enter__ clears it
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 def is_stock_caching(context: Any) -> bool:
