@@ -238,10 +238,17 @@ def hint(value: Any) -> Any:
 def rebase_history(t: torch.Tensor, out: torch.Tensor) -> None:
     """Tell autograd that t was overwritten with `out`, whose history it gets (and tangent).
 
-    Relies on the Autograd kernel of copy_; as it does not run the op, no counter moves.
+    Relies on the Autograd kernel of copy_, which asks for the grad_fn of t before it writes and
+    again afterwards. A view makes its grad_fn anew only where the counter has moved in between, so
+    the kernel does the last move of the counter itself: call this after the write was counted.
     """
-    with without_modes(), _torch._exclusion(_torch._ADINPLACEORVIEW, _torch._BELOW_AUTOGRAD):
-        _torch.answering(_COPY, t, _COPY, t, out)
+    counted = t._version
+    _torch.set_version(t, max(counted - 1, 0))
+    try:
+        with without_modes(), _torch.above_autograd():
+            _torch.answering(_COPY, t, _COPY, t, out)
+    finally:
+        _torch.set_version(t, counted)
 
 
 def check_inplace(t: torch.Tensor) -> None:

@@ -44,6 +44,14 @@ def check_writable(t: torch.Tensor) -> None:
         _torch_library.check_inplace(t)
 
 
+def recorded_at(t: torch.Tensor) -> Any:
+    """The grad_fn that tells whether autograd has seen a write to t: of a view, its base's.
+
+    A view's own is made anew after any write, seen or not.
+    """
+    return t._base.grad_fn if t._is_view() else t.grad_fn  # type: ignore[union-attr]
+
+
 def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
     """Give the outputs what autograd has not given them while the body ran.
 
@@ -51,7 +59,7 @@ def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
         call: the call that returned `out`.
         out: the op's outputs.
         needs: whether autograd records.
-        histories: the grad_fn of each written tensor before the call, if so.
+        histories: `recorded_at` of each written tensor before the call, if so.
 
     Returns:
         The outputs. Those that the schema calls arguments are the arguments.
@@ -59,6 +67,8 @@ def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
     spec = call.spec
     if call.is_settled and spec.only_views:
         return out
+    if needs:
+        _settle_writes(call, histories)  # before the views, which take their history from these
     outputs = [list(v) if isinstance(v, (list, tuple)) else v for v in spec.outputs(out)]
     for found in list(spec.leaves(out)):
         leaf = Leaf(found.place, call.taken_back(found.t))
@@ -67,8 +77,6 @@ def settle(call: Call, out: Any, needs: bool, histories: list[Any]) -> Any:
             put(outputs, leaf.place, marked_leaf(call, leaf, _view_fn))
         elif needs and leaf.index not in spec.written:
             _settle_fresh(call, leaf)
-    if needs:
-        _settle_writes(call, histories)
     return spec.packed(with_arguments(spec, outputs, call.args, call.kwargs))
 
 
@@ -197,7 +205,7 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
     if not spec.opaque and traits.untraceable is None:
         return  # autograd saw all of the body, and the output does not depend on what requires grad
     ghost = _underivable(call, str(leaf), leaf.t)
-    _torch_library.set_history(leaf.t, ghost.expand(leaf.t.shape))
+    _torch_library.set_history(leaf.t, ghost)
 
 
 def _settle_writes(call: Call, histories: list[Any]) -> None:
@@ -205,7 +213,7 @@ def _settle_writes(call: Call, histories: list[Any]) -> None:
     writes = call.spec.writes(call.args, call.kwargs)
     inside = call.counted_inside or [False] * len(writes)
     for (argument, t), history, counted in zip(writes, histories, inside, strict=True):
-        if not _is_floating(t) or t.grad_fn is not history:
+        if not _is_floating(t) or recorded_at(t) is not history:
             continue
         if call.ran_inside and counted and not t.requires_grad:
             continue  # what the body wrote there does not depend on what requires grad
@@ -224,7 +232,7 @@ def _is_floating(t: torch.Tensor) -> bool:
 
 
 def _underivable(call: Call, what: str, t: torch.Tensor) -> torch.Tensor:
-    """A number with t's dtype and device that raises when a gradient reaches it."""
+    """A tensor of t's shape, dtype and device that raises when a gradient reaches it."""
     text = (
         f"`{call.spec.name}` ({call.spec.where}): {what} was written unseen by autograd, so its "
         f"gradient is not known; give the op a formula by `register_autograd`, or call it under "
@@ -238,11 +246,16 @@ class _Underivable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, text: str, like: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.text = text
-        return like.new_zeros(())
+        return like.new_zeros(()).expand(like.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ViewTrackError(ctx.text)
+    def backward(ctx: Any, grad: Any) -> Any:
+        # Where only a part of a base was written, the rest of it sends zeros here. While a program
+        # is compiled, nobody can tell.
+        traced = _torch_library.is_functional(grad) or _torch_library.is_fake(grad)
+        if traced or grad.any():
+            raise ViewTrackError(ctx.text)
+        return (None,) * len(ctx.needs_input_grad)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

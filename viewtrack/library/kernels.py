@@ -33,7 +33,7 @@ from . import traced
 from .call import Call, under_way
 from .checks import check_aliases, check_undeclared_writes, share_storage
 from .formula import is_transformed
-from .history import check_writable, settle, wants_gradient
+from .history import check_writable, recorded_at, settle, wants_gradient
 from .relations import note_inside
 from .spec import Spec
 
@@ -63,7 +63,7 @@ class Kernels:
         call = Call(spec, tensors, args, kwargs, looks_inside)
         if needs and spec.formula is not None and (not spec.only_views or is_transformed(tensors)):
             return spec.formula.run(call, lambda: _counted(call, keyset, written))
-        histories = [t.grad_fn for t in written] if needs else []
+        histories = [recorded_at(t) for t in written] if needs else []
         return settle(call, _counted(call, keyset, written), needs, histories)
 
     def inplace_or_view(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
