@@ -1,5 +1,7 @@
 """Custom ops where the handlers of subclasses and of modes stand between user and body."""
 
+import contextlib
+
 import pytest
 import torch
 from handlers import Wrapper
@@ -181,3 +183,110 @@ def test_under_track_a_view_shares_its_counter_already_in_the_handler(head):
         view = head(base, 2)
     assert seen == [(1, 1)]
     assert view._base is base
+
+
+class Changing(PassThrough):
+    """Passes another number to an op, or reorders its tensors."""
+
+    def __init__(self, op, *rest, **named):
+        super().__init__()
+        self.op = op
+        self.rest = rest
+        self.named = named
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.op:
+            return func(args[0], *self.rest, **self.named)
+        return func(*args, **(kwargs or {}))
+
+
+def _add_():
+    return library.inplace_op(
+        fresh("(Tensor(a!) x, float n) -> Tensor(a!)"), lambda x, n: x.add_(n)
+    )
+
+
+def _mul_():
+    return library.inplace_op(
+        fresh("(Tensor(a!) x, float n) -> Tensor(a!)"), lambda x, n: x.mul_(n)
+    )
+
+
+contexts = pytest.mark.parametrize("track", [False, True], ids=["plain", "track"])
+
+
+def changed(op, *rest, track=False, **named):
+    stack = contextlib.ExitStack()
+    if track:
+        stack.enter_context(vt.track())
+    stack.enter_context(Changing(op.op, *rest, **named))
+    return stack
+
+
+@contexts
+def test_a_handler_changes_a_number_of_a_write(track):
+    op = _add_()
+    x = torch.zeros(1)
+    with changed(op, 100.0, track=track):
+        assert op(x, 1.0) is x
+    assert (x.item(), x._version) == (100, 1)
+
+
+@contexts
+def test_the_gradient_of_a_changed_write_is_of_what_ran(track):
+    op = _mul_()
+    leaf = torch.ones(1, requires_grad=True)
+    base = leaf * 1
+    with changed(op, 100.0, track=track):
+        op(base, 2.0)
+    base.sum().backward()
+    assert (base.item(), base._version, leaf.grad.item()) == (100, 1, 100)
+
+
+@contexts
+@heads
+def test_a_handler_changes_a_number_of_a_view(head, track):
+    leaf = torch.ones(4, requires_grad=True)
+    base = leaf * 1
+    with changed(head, 3, track=track):
+        view = head(base, 1)
+    assert view._base is base
+    assert view.shape == (3,)
+    view.mul_(5)
+    base.sum().backward()
+    assert leaf.grad.tolist() == [5, 5, 5, 1]
+
+
+@contexts
+def test_a_handler_changes_a_number_by_name(track):
+    op = library.op(fresh("(Tensor x, *, float k=1.0) -> Tensor"), lambda x, k=1.0: x.exp() * k)
+    leaf = torch.zeros(1, requires_grad=True)
+    with changed(op, k=7.0, track=track):
+        out = op(leaf)
+    out.sum().backward()
+    assert (out.item(), leaf.grad.item()) == (7, 7)
+
+
+def test_a_formula_is_told_of_the_number_that_ran():
+    op = _mul_()
+
+    def save(ctx, inputs, output):
+        ctx.n = inputs[1]
+
+    op.register_autograd(lambda ctx, grad: (grad * ctx.n, None), setup_context=save)
+    leaf = torch.ones(1, requires_grad=True)
+    base = leaf * 1
+    with changed(op, 100.0):
+        op(base, 2.0)
+    base.sum().backward()
+    assert (base.item(), leaf.grad.item()) == (100, 100)
+
+
+def test_a_handler_gives_a_tensor_another_place():
+    op = library.op(
+        fresh("(Tensor x, Tensor? plus, Tensor? times) -> Tensor"),
+        lambda x, plus, times: x + plus if times is None else x * times,
+    )
+    x, y = torch.tensor([2.0]), torch.tensor([5.0])
+    with changed(op, None, y):
+        assert op(x, y, None).item() == 10

@@ -189,3 +189,10 @@ def test_a_bad_kernel_for_a_device_is_refused():
     op.register_kernel("cpu", lambda x: x[:1] + 1)
     with pytest.raises(AliasingError, match="a view of `x`"):
         op(torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["view_op", "inplace_op", "out_op", "op"])
+@pytest.mark.parametrize("schema", [3, lambda x: x], ids=["number", "bare decorator"])
+def test_a_schema_that_is_no_text(kind, schema):
+    with pytest.raises(TypeError, match=rf"library\.{kind} takes the schema first.*`@{kind}\("):
+        getattr(library, kind)(schema)

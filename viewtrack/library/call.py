@@ -3,14 +3,15 @@
 The Autograd kernel notes in which state the user called: what autograd would do there, and with
 which tensors. The bottom kernel, which comes after all handlers of modes and subclasses, finds the
 note and lets the body run in that very state, so that autograd itself records what the body is made
-of: views, in-place ops, their gradients, creation_meta, tangents. A handler that changed the
-arguments made another call of it, and the body then runs below autograd, as usual.
+of: views, in-place ops, their gradients, creation_meta, tangents. A handler that passed other
+tensors made another call of it, and the body then runs below autograd, as usual.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -137,11 +138,29 @@ class _UnderWay(threading.local):
 _under_way = _UnderWay()
 
 
-def under_way(spec: Spec, tensors: list[torch.Tensor]) -> Call | None:
-    """The call that a kernel is reached for, unless a handler made it anew."""
+def under_way(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Call | None:
+    """The call that a kernel is reached for, unless a handler made it anew with other tensors.
+
+    A handler may have changed what is no tensor: the call has from then on the arguments that run.
+    """
     if not _under_way.calls:
         return None
     call = _under_way.calls[-1]
     if call.spec is not spec or len(call.tensors) != len(tensors):
         return None
-    return call if all(a is b for a, b in zip(call.tensors, tensors, strict=True)) else None
+    if not all(a is b for a, b in zip(call.tensors, tensors, strict=True)):
+        return None
+    if call._has_handlers:
+        if not _have_their_places(call, args, kwargs):
+            return None
+        call.args, call.kwargs = args, kwargs
+    return call
+
+
+def _have_their_places(call: Call, args: Any, kwargs: Any) -> bool:
+    """Whether each argument that takes tensors was given what the call gave it."""
+    pairs = [(a.of(args, kwargs), a.of(call.args, call.kwargs)) for a in call.spec.plan.arguments]
+    return all(
+        len(a) == len(b) and all(map(is_, a, b)) if isinstance(a, (list, tuple)) else a is b
+        for a, b in pairs
+    )

@@ -26,6 +26,12 @@ def _define(
     opaque: bool | None,
     tags: Sequence[Any],
 ) -> Any:
+    if not isinstance(schema, str):
+        raise TypeError(
+            f"viewtrack.library.{kind} takes the schema first, a str, got "
+            f"{type(schema).__name__}; call it with one, as in "
+            f'`@{kind}("mylib::name(Tensor x) -> Tensor")` with the outputs and writes of yours'
+        )
     plan = checked_plan(schema, kind)
 
     def define(fn: Body) -> CustomOp:

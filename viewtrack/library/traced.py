@@ -117,7 +117,7 @@ def fake_of(spec: Spec) -> Body:
         elif is_opaque(spec, tensors, args, kwargs):
             out = _trivial(spec, args, kwargs)
         else:
-            out = _run_inside(under_way(spec, tensors), spec, args, kwargs)
+            out = _run_inside(under_way(spec, tensors, args, kwargs), spec, args, kwargs)
         check_aliases(spec, args, kwargs, out)
         return out
 
