@@ -87,6 +87,33 @@ def test_a_body_that_hides_its_views_is_refused_rather_than_wrong():
         torch.func.vmap(lambda x: hidden_head(x * 1, 2))(BATCH)
 
 
+def _hides_from_two_on(x, n):
+    return x.detach()[:n] if n > 1 else x[:n]
+
+
+def _hides_long_ones(x, n):
+    return x.detach()[:n] if len(x) > 3 else x[:n]
+
+
+@pytest.mark.parametrize(
+    ("body", "shown", "hidden"),
+    [(_hides_from_two_on, (X, 1), (X, 3)), (_hides_long_ones, (X[:3], 2), (X, 2))],
+)
+@pytest.mark.parametrize("first", ["shown", "hidden"])
+def test_a_body_that_hides_some_of_its_views_is_refused_for_these_only(body, shown, hidden, first):
+    op = library.view_op(fresh("(Tensor(a) x, int n) -> Tensor(a)"), body)
+
+    def derivative(x, n):
+        return torch.func.grad(lambda x: op(x * 1, n).sum())(x).sum().item()
+
+    for _ in range(2):
+        if first == "shown":
+            assert derivative(*shown) == shown[1]
+        with pytest.raises(ViewTrackError, match="hides its views from autograd"):
+            derivative(*hidden)
+        assert derivative(*shown) == shown[1]
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
 def test_a_raw_kernel_is_refused_rather_than_run_on_no_memory(transform):
     def fn(x):
@@ -138,3 +165,112 @@ def test_an_opaque_body_is_not_differentiated():
         torch.func.grad(lambda x: torch.func.vmap(lambda y: op(y * 1))(x).sum())(BATCH)
     op.register_autograd(lambda ctx, grad: grad * 2)
     assert torch.func.grad(lambda x: op(x * 1).sum())(X).tolist() == [2] * 4
+
+
+# ------------------------------------------------------------------------------ levels
+
+
+def _save_input(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.save_for_forward(inputs[0])
+
+
+def _cube():
+    op = library.op(fresh("(Tensor x) -> Tensor"), lambda x: x.detach() ** 3)
+    op.register_autograd(
+        lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2, setup_context=_save_input
+    )
+    op.register_jvp(lambda ctx, tangent: tangent * 3 * ctx.saved_tensors[0] ** 2)
+    return op
+
+
+def _double_():
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), lambda x: x.mul_(2))
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    op.register_jvp(lambda ctx, tangent: tangent * 2)
+    return lambda x: op(x * 1)
+
+
+def _first_two():
+    op = library.view_op(fresh("(Tensor(a) x) -> Tensor(a)"), lambda x: x[:2])
+    op.register_autograd(lambda ctx, grad: torch.cat([grad, grad * 0]))
+    return lambda x: op(x * 1)
+
+
+def _grad(fn):
+    return torch.func.grad(lambda x: fn(x).sum())
+
+
+def _jvp(fn):
+    return lambda x: torch.func.jvp(fn, (x,), (x.sin(),))[1]
+
+
+def _backward(fn):
+    def run(x):
+        leaf = x.clone().requires_grad_()
+        fn(leaf).sum().backward()
+        return leaf.grad
+
+    return run
+
+
+def _without_grad_inside(fn):
+    def run(x):
+        with torch.no_grad():
+            constant = fn(x)
+        return (fn(x) - constant) * x.sum()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("make", "native"),
+    [(_cube, lambda x: x**3), (_double_, lambda x: x * 2), (_first_two, lambda x: x[:2])],
+    ids=["new tensor", "write", "view"],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda fn: _grad(_grad(fn)),
+        lambda fn: _grad(_grad(_grad(fn))),
+        lambda fn: _jvp(_grad(fn)),
+        lambda fn: _grad(_jvp(fn)),
+        lambda fn: _jvp(_jvp(fn)),
+        lambda fn: _backward(_grad(fn)),
+        lambda fn: _backward(_jvp(fn)),
+        lambda fn: torch.func.hessian(lambda x: fn(x).sum()),
+        lambda fn: torch.func.jacrev(torch.func.jacrev(fn)),
+        lambda fn: _grad(_grad(_without_grad_inside(fn))),
+        lambda fn: _jvp(_grad(_without_grad_inside(fn))),
+        lambda fn: _grad(_without_grad_inside(_grad(fn))),
+    ],
+    ids=[
+        "grad of grad",
+        "three grads",
+        "jvp of grad",
+        "grad of jvp",
+        "jvp of jvp",
+        "backward over grad",
+        "backward over jvp",
+        "hessian",
+        "jacrev of jacrev",
+        "no_grad inside",
+        "no_grad inside, jvp of grad",
+        "no_grad between",
+    ],
+)
+def test_a_formula_is_the_gradient_at_every_level(make, native, transform):
+    op = make()
+    x = torch.tensor([1.5, 2.0, 0.5, 1.0])
+    found = transform(lambda x: op(x * x) ** 3)(x)
+    torch.testing.assert_close(found, transform(lambda x: native(x * x) ** 3)(x))
+    assert found.abs().sum() > 0
+
+
+def test_each_level_takes_the_formula_and_not_the_body():
+    op = library.op(fresh("(Tensor x) -> Tensor"), lambda x: x * 2)
+    op.register_autograd(lambda ctx, grad: grad * 10)
+    x = torch.tensor(3.0)
+    # y = op(x * x): y = 18, and each level has y' = 10 * 2x, of y itself as of what it is times.
+    fn = torch.func.grad(torch.func.grad(lambda x: op(x * x) ** 2))
+    assert fn(x).item() == 2 * (20 * 3) ** 2 + 2 * 18 * 20

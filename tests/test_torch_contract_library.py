@@ -138,3 +138,39 @@ def test_fake_implementations_are_found():
     assert not _torch_library.has_fake("vtcontract::with_fake")
     torch.library.register_fake("vtcontract::with_fake", lambda x: x.clone(), lib=_lib)
     assert _torch_library.has_fake("vtcontract::with_fake")
+
+
+def test_autograd_records_as_it_did_elsewhere():
+    def modes():
+        return torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+    on = _torch_library.recording_as_here()
+    with torch.no_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
+        off = _torch_library.recording_as_here()
+        with on():
+            assert modes() == (True, True)
+            with off():
+                assert modes() == (False, False)
+            assert modes() == (True, True)
+        with pytest.raises(KeyError), on():
+            raise KeyError
+        assert modes() == (False, False)
+    assert modes() == (True, True)
+
+
+def test_a_tangent_is_taken_off_at_one_level():
+    found = []
+
+    def inner(x):
+        bare = _torch_library.without_tangent(x)
+        found.append(
+            (_torch_library.without_tangent(3), _torch_library.without_tangent(bare) is bare)
+        )
+        return bare * 2
+
+    x = torch.tensor(3.0)
+    outer, inner_tangent = torch.func.jvp(
+        lambda x: torch.func.jvp(inner, (x,), (x,)), (x,), (torch.tensor(5.0),)
+    )[1]
+    assert (outer.item(), inner_tangent.item()) == (10, 0)
+    assert found == [(3, True)]

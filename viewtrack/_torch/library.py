@@ -39,6 +39,31 @@ below_inplace_or_view: Callable[[], AbstractContextManager[None]] = (
 """Exclude ADInplaceOrView's key too, as an ADInplaceOrView kernel does before it redispatches."""
 
 
+def recording_as_here() -> Callable[[], AbstractContextManager[None]]:
+    """What makes autograd record inside as where this is called, in backward and forward mode."""
+    grad, forward_grad = torch.is_grad_enabled(), _C._is_fwd_grad_enabled()
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        before = _C._is_fwd_grad_enabled()
+        _C._set_fwd_grad_enabled(forward_grad)
+        try:
+            with torch.set_grad_enabled(grad):
+                yield
+        finally:
+            _C._set_fwd_grad_enabled(before)
+
+    return recording
+
+
+def without_tangent(t: Any) -> Any:
+    """A tensor without its tangent; itself if it has none, or is no tensor."""
+    if not isinstance(t, torch.Tensor) or _torch.tangent(t) is None:
+        return t
+    primal: torch.Tensor = torch.autograd.forward_ad.unpack_dual(t).primal
+    return primal
+
+
 def excluded_keys() -> Any:
     """The keys that this thread excludes, for `as_called`."""
     return _C._dispatch_tls_local_exclude_set()

@@ -14,6 +14,7 @@ which ``mark_dirty`` cannot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,7 @@ class _Pass:
         }
         self._call: Call | None = call
         self._run: Run | None = run
+        self._recording = _torch_library.recording_as_here()
         self._out: Any = None
 
     def apply(self) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -147,10 +149,13 @@ class _Pass:
         spec, call = self.spec, self._call
         if call is None or self._run is None:
             raise RuntimeError("a pass runs once")
-        self._out = self._run()
+        transformed = is_transformed(call.tensors)
+        # The outer levels of torch.func record too, which a Function's forward puts off.
+        with self._recording() if transformed else nullcontext():
+            self._out = self._run()
         leaves = [leaf for leaf in spec.leaves(self._out) if leaf.index not in spec.written]
         self.places = [leaf.place for leaf in leaves]
-        if is_transformed(call.tensors):
+        if transformed:
             return self._forward_transformed(ctx, call, leaves)
         with _torch_library.below_autograd():
             returned = [x.t.detach() if x.index in spec.views else x.t for x in leaves]
@@ -169,7 +174,8 @@ class _Pass:
         So an in-place op on a view that comes out is refused, as on that of any custom Function.
         """
         spec = self.spec
-        returned = [_torch_library.alias(x.t) if x.index in spec.views else x.t for x in leaves]
+        with self._recording(), _torch_library.below_autograd():
+            returned = [_torch_library.alias(x.t) if x.index in spec.views else x.t for x in leaves]
         written = [t for _, t in spec.writes(call.args, call.kwargs)]
         ctx.mark_dirty(*written)
         self._set_up(ctx, call, [*returned, *written])
@@ -218,6 +224,23 @@ class _Pass:
         return (None, *self._flat(result))
 
     def jvp(self, ctx: Any, tangents: tuple[Any, ...]) -> Any:
+        call = self._call
+        if call is None or not is_transformed(call.tensors):
+            return self._jvp(ctx, tangents)
+        # Forward mode is off in here, which the outer levels of torch.func must not see; what it
+        # then records for this level has no place in a tangent.
+        with self._recording():
+            found = [_torch_library.without_tangent(t) for t in self._jvp(ctx, tangents)]
+            # A Function that writes its input must write its tangent too.
+            given = dict(zip(map(id, call.tensors), tangents[1:], strict=True))
+            for i, (_, t) in enumerate(
+                call.spec.writes(call.args, call.kwargs), start=len(self.places)
+            ):
+                if found[i] is not None and given[id(t)] is not None:
+                    found[i] = given[id(t)].copy_(found[i])
+        return tuple(found)
+
+    def _jvp(self, ctx: Any, tangents: tuple[Any, ...]) -> Any:
         spec = self.spec
         if self.formula.jvp is not None:
             result = self.formula.jvp(ctx, *self._by_argument(list(tangents[1:]), None))
