@@ -37,18 +37,49 @@ class Traits:
     hides_views: bool = False
 
 
-_known: WeakKeyDictionary[Spec, Traits] = WeakKeyDictionary()
+_untraceable: WeakKeyDictionary[Spec, Traits] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Spec, dict[Any, Traits]] = WeakKeyDictionary()
+_MOST_KNOWN = 256  # calls of one op; the position in a cache, say, may never be the same again
 
 
 def inspected(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Traits:
-    """What the body is like, found out at the first call with such arguments."""
-    traits = _known.get(spec)
+    """What the body is like, found out at the first call with such arguments.
+
+    A body may branch on numbers and shapes, so what one call tells of views holds for its like
+    only. One that reads memory in a call is taken to do so in all that follow.
+    """
+    traits = _untraceable.get(spec)
+    if traits is not None:
+        return traits
+    known, key = _known.setdefault(spec, {}), _key(args, kwargs)
+    traits = known.get(key)
     if traits is None:
         trial = _Trial(spec, tensors, args, kwargs)
         traits = trial.traits()
-        if trial.is_conclusive:
-            _known[spec] = traits
+        if traits.untraceable is not None:
+            _untraceable[spec] = traits
+        elif trial.is_conclusive:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = traits
     return traits
+
+
+def _key(*values: Any) -> Any:
+    """What a body can branch on without reading memory."""
+    return tuple(_keyed(value) for value in values)
+
+
+def _keyed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = [_torch_library.hint(n) for n in (*value.shape, *value.stride())]
+        return (value.dtype, value.device, value.requires_grad, *sizes)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_keyed, value))
+    if isinstance(value, dict):
+        return tuple((name, _keyed(v)) for name, v in value.items())
+    value = _torch_library.hint(value)
+    return type(value), value  # True is 1 for a dict
 
 
 def does_nothing(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
