@@ -186,7 +186,7 @@ def test_under_track_a_view_shares_its_counter_already_in_the_handler(head):
 
 
 class Changing(PassThrough):
-    """Passes another number to an op, or reorders its tensors."""
+    """Passes an op its first tensor, and other arguments than the user after it."""
 
     def __init__(self, op, *rest, **named):
         super().__init__()
@@ -282,11 +282,39 @@ def test_a_formula_is_told_of_the_number_that_ran():
     assert (base.item(), leaf.grad.item()) == (100, 100)
 
 
-def test_a_handler_gives_a_tensor_another_place():
+def test_a_handler_that_gives_a_tensor_another_place_makes_a_call_of_its_own():
+    def body(x, y):
+        if y is not None:
+            y.add_(1)
+
+    op = library.inplace_op(fresh("(Tensor? x, Tensor(a!)? y) -> ()"), body)
+
+    class Moving(PassThrough):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(None, args[0]) if func is op.op else func(*args, **(kwargs or {}))
+
+    base = torch.ones(1, requires_grad=True) * 1
+    with Moving():
+        op(base, None)
+    assert (base.item(), base._version) == (2, 1)
+
+
+def test_a_formula_is_of_the_tensors_in_the_places_of_the_user():
     op = library.op(
         fresh("(Tensor x, Tensor? plus, Tensor? times) -> Tensor"),
         lambda x, plus, times: x + plus if times is None else x * times,
     )
-    x, y = torch.tensor([2.0]), torch.tensor([5.0])
+
+    def save(ctx, inputs, output):
+        ctx.places = [t is not None for t in inputs]
+
+    op.register_autograd(
+        lambda ctx, grad: tuple(grad * 3 if there else None for there in ctx.places),
+        setup_context=save,
+    )
+    x = torch.tensor([2.0], requires_grad=True)
+    y = torch.tensor([5.0], requires_grad=True)
     with changed(op, None, y):
-        assert op(x, y, None).item() == 10
+        out = op(x, y, None)
+    out.sum().backward()
+    assert (out.item(), x.grad.item(), y.grad.item()) == (10, 3, 3)
