@@ -314,8 +314,9 @@ def test_regions_in_several_threads():
         return (torch.relu_(x @ w + 1) @ w).sigmoid()
 
     def work(grads, seed, contexts):
-        torch.manual_seed(seed)
-        x, w = torch.randn(4, 5, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+        mine = torch.Generator().manual_seed(seed)  # the default one is for all threads
+        x = torch.randn(4, 5, 6, generator=mine, requires_grad=True)
+        w = torch.randn(6, 6, generator=mine, requires_grad=True)
         for _ in range(3):
             y = x
             for _ in range(3):
