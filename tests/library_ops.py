@@ -121,3 +121,10 @@ RAW = {
     "no output": raw_clear,
     "with a formula": formula_zero_,
 }
+
+
+@library.inplace_op("vtlib::double_rows(Tensor(a!) x, int[] rows) -> Tensor(a!)")
+def double_rows(x, rows):
+    for row in rows:
+        x[row].mul_(2)
+    return x

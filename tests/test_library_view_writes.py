@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from library_ops import CONTEXTS, fresh, memset, raw_zero_
+from library_ops import CONTEXTS, double_rows, fresh, memset, raw_zero_
 
 from viewtrack import ViewTrackError, library
 
@@ -149,12 +149,6 @@ def test_gradients_that_cancel_do_reach_a_raw_write():
 
 @contexts
 def test_a_body_of_torch_ops_keeps_its_gradient_through_a_view(context):
-    @library.inplace_op(fresh("(Tensor(a!) x, int[] rows) -> Tensor(a!)"))
-    def double_rows(x, rows):
-        for row in rows:
-            x[row].mul_(2)
-        return x
-
     with context():
         leaf = torch.ones(4, requires_grad=True)
         base = leaf * 1

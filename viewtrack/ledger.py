@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._torch import has_storage
-from .site import Place, Site, site_at
+from .site import AtSite, Place, Site, site_at
 
 #: How many of a storage's last writes are kept in full; all of them are counted.
 WRITES_KEPT = 64
@@ -37,7 +37,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(AtSite):
     """One write to a storage.
 
     Attributes:
@@ -59,21 +59,6 @@ class Write:
     version_after: int | None
     region: Region | None
     count: int
-
-    @property
-    def filename(self) -> str:
-        """The file of the line that issued the op."""
-        return self.site.filename
-
-    @property
-    def lineno(self) -> int:
-        """The line that issued the op."""
-        return self.site.lineno
-
-    @property
-    def function(self) -> str:
-        """The function of the line that issued the op."""
-        return self.site.function
 
 
 # A write as it is kept: making a `Write` costs as much as the op, so that waits until one is asked

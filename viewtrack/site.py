@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,32 @@ class Site:
 
 
 UNKNOWN = Site("<unknown>", 0, "<unknown>")
+
+
+class _HasSite(Protocol):
+    @property
+    def site(self) -> Site: ...
+
+
+class AtSite:
+    """A record with a `site`, whose parts can be asked for one by one."""
+
+    __slots__ = ()
+
+    @property
+    def filename(self: _HasSite) -> str:
+        """The file of the line."""
+        return self.site.filename
+
+    @property
+    def lineno(self: _HasSite) -> int:
+        """The line."""
+        return self.site.lineno
+
+    @property
+    def function(self: _HasSite) -> str:
+        """The function that the line is in."""
+        return self.site.function
 
 
 def is_user_file(filename: str) -> bool:

@@ -28,7 +28,7 @@ from .info import version
 from .ledger import Region, Write, key_of
 from .overlap import overlaps, region_of
 from .plan import Plan
-from .site import UNKNOWN, Place, Site, site_at
+from .site import UNKNOWN, AtSite, Place, Site, site_at
 
 #: How many writes that reached a kept tensor are kept in full, the first ones; all are counted.
 WRITES_KEPT = 32
@@ -40,7 +40,7 @@ EXCHANGED = "an exchange of its storage or sizes"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(AtSite):
     """Where a kept tensor comes from.
 
     Attributes:
@@ -59,21 +59,6 @@ class Saved:
     def site(self) -> Site:
         """The line that saved it."""
         return site_at(self.place)
-
-    @property
-    def filename(self) -> str:
-        """The file of the line that saved it."""
-        return self.site.filename
-
-    @property
-    def lineno(self) -> int:
-        """The line that saved it."""
-        return self.site.lineno
-
-    @property
-    def function(self) -> str:
-        """The function of the line that saved it."""
-        return self.site.function
 
 
 class Watch:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from .._torch import library as _torch_library
 from .._torch.dynamo import skip_dynamo
+from ..errors import ViewTrackError
 from ..plan import forget
 from .checks import checked_body
 from .formula import Formula
@@ -23,6 +27,9 @@ class CustomOp:
 
     Calling it calls the op, as ``torch.ops.mylib.name`` does. The ``register_*`` methods are named
     as those of ``torch.library``, and work as methods and as decorators.
+
+    It is one with the op, as a function is with its name: copies of it are itself, and it is
+    pickled by name.
     """
 
     def __init__(self, spec: Spec, fn: Body) -> None:
@@ -38,6 +45,15 @@ class CustomOp:
 
     def __repr__(self) -> str:
         return f"<CustomOp({self._spec.schema})>"
+
+    def __copy__(self) -> CustomOp:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CustomOp:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _by_name, (self._spec.name, getattr(self._fn, "__module__", None))
 
     @property
     def op(self) -> Any:
@@ -129,6 +145,28 @@ class CustomOp:
         return fn
 
 
+_specs: WeakValueDictionary[str, Spec] = WeakValueDictionary()
+
+
+def _by_name(name: str, module: str | None) -> CustomOp:
+    """The op of a name, defined by its module if need be: what a pickle holds.
+
+    Raises:
+        ViewTrackError: nobody has defined it.
+    """
+    if name not in _specs and module is not None:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    spec = _specs.get(name)
+    if spec is None:
+        raise ViewTrackError(
+            f"a pickle refers to `{name}`, which viewtrack.library knows no op for; import what "
+            f"defines it before unpickling"
+        )
+    custom: CustomOp = spec.custom
+    return custom
+
+
 def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> CustomOp:
     """Register the kernels that every op gets.
 
@@ -153,6 +191,8 @@ def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> Cu
     if not spec.views:
         spec.companion = define_companion(spec)
     forget(spec.op)
+    spec.custom = custom
+    _specs[spec.name] = spec
     return custom
 
 

@@ -34,6 +34,7 @@ class Spec:
         vmap: the user's batching rule.
         lib: the ``torch.library.Library`` that its kernels are registered in.
         companion: the op that compilers are given where the body is opaque (`traced.py`).
+        custom: the `CustomOp`, which lives as long as the kernels, which hold on to this.
         schema: the FunctionSchema.
         only_views: whether running it again does no harm, and gives only views.
         returned: what kind of value each output is.
@@ -51,6 +52,7 @@ class Spec:
     vmap: Body | None = None
     lib: Any = None
     companion: Any = None
+    custom: Any = None
     schema: Any = field(init=False)
     only_views: bool = field(init=False)
     returned: list[_Returned] = field(init=False)
