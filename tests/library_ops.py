@@ -66,6 +66,25 @@ def hidden_head(x, n):
     return x.detach()[:n]
 
 
+@library.view_op("vtlib::no_grad_head(Tensor(a) x, int n) -> Tensor(a)")
+@torch.no_grad()
+def no_grad_head(x, n):
+    return x[:n]
+
+
+@library.view_op("vtlib::inference_head(Tensor(a) x, int n) -> Tensor(a)")
+@torch.inference_mode()
+def inference_head(x, n):
+    return x[:n]
+
+
+@library.view_op("vtlib::half_hidden_head(Tensor(a) x, int n) -> Tensor(a)")
+def half_hidden_head(x, n):
+    with torch.no_grad():
+        hidden = x[:n]
+    return hidden[:]
+
+
 @library.view_op("vtlib::formula_head(Tensor(a) x, int n) -> Tensor(a)")
 def formula_head(x, n):
     return x.detach()[:n]
@@ -82,7 +101,13 @@ def _pad(ctx, grad):
 
 formula_head.register_autograd(_pad, setup_context=_save_length)
 
-HEADS = {"derived": head, "hidden": hidden_head, "formula": formula_head}
+HIDDEN = {
+    "hidden": hidden_head,
+    "no_grad": no_grad_head,
+    "inference": inference_head,
+    "half hidden": half_hidden_head,
+}
+HEADS = {"derived": head, **HIDDEN, "formula": formula_head}
 
 
 @library.inplace_op("vtlib::axpy_(Tensor(a!) x, Tensor y, Scalar alpha=1) -> Tensor(a!)")

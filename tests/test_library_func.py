@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from library_ops import axpy_, formula_head, formula_zero_, fresh, head, hidden_head, raw_zero_
+from library_ops import HIDDEN, axpy_, formula_head, formula_zero_, fresh, head, raw_zero_
 
 from viewtrack import ViewTrackError, library
 
@@ -80,11 +80,12 @@ def test_a_view_with_a_formula_may_not_be_written_in_a_transform():
         torch.func.grad(edits_the_view(formula_head))(X)
 
 
-def test_a_body_that_hides_its_views_is_refused_rather_than_wrong():
+@pytest.mark.parametrize("head", HIDDEN.values(), ids=HIDDEN)
+def test_a_body_that_hides_its_views_is_refused_rather_than_wrong(head):
     with pytest.raises(ViewTrackError, match="hides its views from autograd"):
-        torch.func.grad(lambda x: hidden_head(x * 1, 2).sum())(X)
+        torch.func.grad(lambda x: head(x * 1, 2).sum())(X)
     with pytest.raises(ViewTrackError, match="hides its views from autograd"):
-        torch.func.vmap(lambda x: hidden_head(x * 1, 2))(BATCH)
+        torch.func.vmap(lambda x: head(x * 1, 2))(BATCH)
 
 
 def _hides_from_two_on(x, n):

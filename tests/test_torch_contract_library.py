@@ -102,6 +102,18 @@ def test_a_fake_stand_in_refuses_to_show_its_memory():
         fake[:1].data_ptr()
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_fake_stand_in_is_like_its_tensor(needs):
+    t = torch.ones(3, 4, dtype=torch.complex64)[1:].t().conj()
+    t = torch._neg_view(t).requires_grad_(needs)
+    _, (fake,) = _torch_library.fake_like([t])
+    for like in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset):
+        assert like(fake) == like(t)
+    assert (fake.is_conj(), fake.is_neg(), fake.requires_grad) == (True, True, needs)
+    assert not fake._is_view()
+    assert fake.mul_(2) is fake  # a leaf that requires grad would refuse
+
+
 def test_single_level_functions_are_allowed_inside_only():
     allowed = torch._C._functorch.get_single_level_autograd_function_allowed
     assert not allowed()

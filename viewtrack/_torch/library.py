@@ -238,19 +238,30 @@ def is_fake(t: torch.Tensor) -> bool:
 
 
 def fake_like(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """A FakeTensorMode, and fake tensors with the geometry of `tensors`; symbols by their hints."""
+    """A FakeTensorMode, and fake tensors like `tensors`; symbols by their hints.
+
+    What requires grad is no leaf, so that it may be written.
+    """
     mode = torch._subclasses.FakeTensorMode()
     mode._allow_unsafe_data_ptr_access = False  # raise where a raw kernel would get a null pointer
+    return mode, [_fake_like(mode, t) for t in tensors]
+
+
+def _fake_like(mode: Any, t: torch.Tensor) -> torch.Tensor:
+    sizes, strides = [hint(n) for n in t.size()], [hint(n) for n in t.stride()]
+    offset = hint(t.storage_offset())
+    extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if all(sizes) else 0
     with mode, torch.no_grad():
-        return mode, [
-            torch.empty_strided(
-                [hint(n) for n in t.size()],
-                [hint(n) for n in t.stride()],
-                dtype=t.dtype,
-                device=t.device,
-            )
-            for t in tensors
-        ]
+        fake = torch.empty(offset + extent, dtype=t.dtype, device=t.device)
+        fake = fake.as_strided(sizes, strides, offset)
+        fake = torch._neg_view(fake) if t.is_neg() else fake
+        fake = fake.conj() if t.is_conj() else fake
+        fake = fake.detach()  # the views that led here are no concern of the caller
+    if t.requires_grad:
+        with mode, torch.enable_grad():
+            root = torch.zeros((), dtype=t.dtype, device=t.device, requires_grad=True)
+            set_history(fake, root.expand(sizes))
+    return fake
 
 
 def hint(value: Any) -> Any:

@@ -32,6 +32,7 @@ class Call:
         tensors: the tensors among them.
         looks_inside: whether autograd is to look into the body.
         ran_inside: whether it did.
+        is_raw: whether it could not, since the body used numpy.
         hides_views: whether it found no views where the schema has them.
         counted_inside: for each written tensor, whether the body moved its counter by itself.
         recorded: what autograd has made of an output, and the alias that handlers got for it.
@@ -44,6 +45,7 @@ class Call:
         "args",
         "counted_inside",
         "hides_views",
+        "is_raw",
         "kwargs",
         "looks_inside",
         "ran_inside",
@@ -61,6 +63,7 @@ class Call:
         self.kwargs = kwargs
         self.looks_inside = looks_inside
         self.ran_inside = False
+        self.is_raw = False
         self.hides_views = False
         self.counted_inside: list[bool] = []
         self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []

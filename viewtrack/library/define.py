@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -72,7 +73,7 @@ def _own_library(namespace: str, qualified: str) -> torch.library.Library:
 
 
 def _where(fn: Body) -> str:
-    code = getattr(fn, "__code__", None)
+    code = getattr(inspect.unwrap(fn), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(fn)
 
 

@@ -138,7 +138,7 @@ def _view_fn(call: Call, leaf: Leaf) -> ViewFn | None:
         return None
     if spec.formula is not None:
         return spec.formula.view_fn(call, leaf)
-    if spec.opaque or call.hides_views:
+    if spec.opaque or call.is_raw or call.hides_views:
         return None
     if not call.ran_inside and inspected(spec, call.tensors, call.args, call.kwargs).hides_views:
         return None
@@ -193,7 +193,8 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
     spec = call.spec
     if leaf.t.requires_grad or not _is_floating(leaf.t):
         return
-    if not call.ran_inside and not spec.plan.writes and not spec.opaque:
+    opaque = spec.opaque or call.is_raw
+    if not call.ran_inside and not spec.plan.writes and not opaque:
         # A handler answered without running the op on these tensors. What it answered has the
         # gradient that the op has.
         with _torch_library.without_modes():
@@ -201,8 +202,7 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
         if out.requires_grad:
             _torch_library.set_history(leaf.t, out)
             return
-    traits = inspected(spec, call.tensors, call.args, call.kwargs)
-    if not spec.opaque and traits.untraceable is None:
+    if not opaque and inspected(spec, call.tensors, call.args, call.kwargs).untraceable is None:
         return  # autograd saw all of the body, and the output does not depend on what requires grad
     ghost = _underivable(call, str(leaf), leaf.t)
     _torch_library.set_history(leaf.t, ghost)

@@ -37,43 +37,55 @@ class Traits:
     hides_views: bool = False
 
 
-_untraceable: WeakKeyDictionary[Spec, Traits] = WeakKeyDictionary()
-_known: WeakKeyDictionary[Spec, dict[Any, Traits]] = WeakKeyDictionary()
 _MOST_KNOWN = 256  # calls of one op; the position in a cache, say, may never be the same again
+_known: WeakKeyDictionary[Spec, dict[Any, Traits]] = WeakKeyDictionary()
+_raw: WeakKeyDictionary[Spec, dict[Any, bool]] = WeakKeyDictionary()
 
 
 def inspected(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Traits:
     """What the body is like, found out at the first call with such arguments.
 
-    A body may branch on numbers and shapes, so what one call tells of views holds for its like
-    only. One that reads memory in a call is taken to do so in all that follow.
+    A body may branch on numbers, shapes and whether autograd records, so what one call tells holds
+    for its like only.
     """
-    traits = _untraceable.get(spec)
-    if traits is not None:
-        return traits
     known, key = _known.setdefault(spec, {}), _key(args, kwargs)
     traits = known.get(key)
     if traits is None:
         trial = _Trial(spec, tensors, args, kwargs)
         traits = trial.traits()
-        if traits.untraceable is not None:
-            _untraceable[spec] = traits
-        elif trial.is_conclusive:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[key] = traits
+        if trial.is_conclusive:
+            _remember(known, key, traits)
     return traits
+
+
+def note_raw(spec: Spec, args: Any, kwargs: Any) -> None:
+    """Note that autograd was not let into the body in a call, since it used numpy."""
+    _remember(_raw.setdefault(spec, {}), _key(args, kwargs), True)
+
+
+def is_raw(spec: Spec, args: Any, kwargs: Any) -> bool:
+    """Whether `note_raw` was told of a call like this one."""
+    noted = _raw.get(spec)
+    return noted is not None and _key(args, kwargs) in noted
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[key] = value
 
 
 def _key(*values: Any) -> Any:
     """What a body can branch on without reading memory."""
-    return tuple(_keyed(value) for value in values)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (*modes, *(_keyed(value) for value in values))
 
 
 def _keyed(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        sizes = [_torch_library.hint(n) for n in (*value.shape, *value.stride())]
-        return (value.dtype, value.device, value.requires_grad, *sizes)
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        bits = value.requires_grad, value.is_conj(), value.is_neg()
+        return (value.dtype, value.device, *bits, *map(_torch_library.hint, sizes))
     if isinstance(value, (list, tuple)):
         return tuple(map(_keyed, value))
     if isinstance(value, dict):
@@ -98,9 +110,11 @@ class _Trial:
         self.spec = spec
         self.error: Exception | None = None
         self.has_written = False
-        self._out: Any = None
+        self.hides_views = False
         self._tensors = tensors
         self._given = (args, kwargs)
+        self._recording = _torch_library.recording_as_here()
+        self._inference = torch.is_inference_mode_enabled()
         thread = threading.Thread(target=self._run)
         thread.start()
         thread.join()
@@ -114,7 +128,7 @@ class _Trial:
         """What this run tells of the body."""
         spec = self.spec
         if self.error is None:
-            return Traits(None, self._hides_views())
+            return Traits(None, self.hides_views)
         if not self.is_conclusive:
             return Traits()
         log.info(
@@ -125,24 +139,25 @@ class _Trial:
         )
         return Traits(self.error)
 
-    def _hides_views(self) -> bool:
-        args, kwargs = self._given
-        leaves = [leaf for leaf in self.spec.leaves(self._out) if leaf.index in self.spec.views]
-        pairs = [(leaf.t, base_of_output(self.spec, leaf, args, kwargs)) for leaf in leaves]
-        return any(base is not None and not is_marked(t, base) for t, base in pairs)
-
     def _run(self) -> None:
         mode, fakes = _torch_library.fake_like(self._tensors)
         stand_ins = {id(t): fake for t, fake in zip(self._tensors, fakes, strict=True)}
-        self._given = _swapped(self._given, stand_ins)
-        args, kwargs = self._given
+        args, kwargs = _swapped(self._given, stand_ins)
         storages = {fake.untyped_storage()._cdata for fake in fakes}
         try:
-            with mode, _Writes(storages) as writes:
-                self._out = self.spec.run_body(args, kwargs)
-            self.has_written = writes.found
+            with torch.inference_mode(self._inference), self._recording():
+                with mode, _Writes(storages) as writes:
+                    out = self.spec.run_body(args, kwargs)
+                self.has_written = writes.found
+                self.hides_views = _hides_views(self.spec, args, kwargs, out)
         except Exception as error:
             self.error = error
+
+
+def _hides_views(spec: Spec, args: Any, kwargs: Any, out: Any) -> bool:
+    leaves = [leaf for leaf in spec.leaves(out) if leaf.index in spec.views]
+    pairs = [(leaf.t, base_of_output(spec, leaf, args, kwargs)) for leaf in leaves]
+    return any(base is not None and not is_marked(t, base) for t, base in pairs)
 
 
 class _Writes(_torch.QuietMode):

@@ -34,6 +34,7 @@ from .call import Call, under_way
 from .checks import check_aliases, check_undeclared_writes, share_storage
 from .formula import is_transformed
 from .history import check_writable, recorded_at, settle, wants_gradient
+from .inspection import is_raw, note_raw
 from .relations import note_inside
 from .spec import Spec
 
@@ -95,10 +96,13 @@ class Kernels:
         written = [t for _, t in spec.writes(args, kwargs)]
         versions = [version(t) for t in written]
         keyset = keyset & _torch_library.after_backend_select
+        if call is not None and call.looks_inside and is_raw(spec, args, kwargs):
+            call.looks_inside = False
+            call.is_raw = True
         if call is not None and call.looks_inside:
             out = self._look_inside(call, keyset, before)
         else:
-            out = spec.op.redispatch(keyset, *args, **kwargs)
+            out = self._run_raw(keyset, args, kwargs)
         check_aliases(spec, args, kwargs, out)
         check_undeclared_writes(spec, args, kwargs, before, tensors)
         if call is not None:
@@ -124,16 +128,23 @@ class Kernels:
     def _look_inside(self, call: Call, keyset: Any, before: list[int | None]) -> Any:
         spec = self.spec
         try:
-            out = call.run_inside(lambda: spec.op.redispatch(keyset, *call.args, **call.kwargs))
+            return call.run_inside(lambda: self._noted(call, keyset))
         except RuntimeError as error:
             untouched = [version(t) for t in call.tensors] == before
             if "numpy() on Tensor that requires grad" not in str(error) or not untouched:
                 raise
             # The kernel is numpy's. Nothing was written yet, so let it run as raw ones do.
-            spec.opaque = True
+            note_raw(spec, call.args, call.kwargs)
             call.looks_inside = False
-            with torch.no_grad():
-                return spec.op.redispatch(keyset, *call.args, **call.kwargs)
+            call.is_raw = True
+            return self._run_raw(keyset, call.args, call.kwargs)
+
+    def _run_raw(self, keyset: Any, args: Any, kwargs: Any) -> Any:
+        with torch.no_grad():  # else numpy() refuses what requires grad
+            return self.spec.op.redispatch(keyset, *args, **kwargs)
+
+    def _noted(self, call: Call, keyset: Any) -> Any:
+        out = self.spec.op.redispatch(keyset, *call.args, **call.kwargs)
         note_inside(call, out)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,7 @@ def _backend_kernel(op: Any) -> Callable[..., Any]:
 
 
 def _where(body: Body | None, op: Any) -> str:
-    code = getattr(body, "__code__", None)
+    code = getattr(body and inspect.unwrap(body), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     return f"defined as {op._schema}"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import _torch
+from .._torch import CreationMeta
 from .._torch import library as _torch_library
 from .call import Call
 from .spec import Leaf, Spec
@@ -33,7 +34,7 @@ def base_of_output(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> torch.Tens
 
 
 def note_inside(call: Call, out: Any) -> None:
-    """Note what autograd found in the body that has just run."""
+    """Note what autograd found in the body that has just run. Call it in the state of that run."""
     call.ran_inside = True
     for leaf in call.spec.leaves(out) if call.spec.views else ():
         if leaf.index in call.spec.views:
@@ -45,11 +46,27 @@ def note_inside(call: Call, out: Any) -> None:
 def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether t is a differentiable view of base, or of what base is a view of.
 
-    One that reads the bytes as another dtype never is, natively too.
+    One that reads the bytes as another dtype never is, natively too. One that a body made in a
+    state of its own (`no_grad`) is a view of base, but no gradient would flow through it.
     """
     if reinterprets(t, base):
         return True
-    return t._is_view() and (t._base is base or (base._is_view() and t._base is base._base))
+    if not t._is_view() or not (t._base is base or (base._is_view() and t._base is base._base)):
+        return False
+    return not _is_cut_off(t, base)
+
+
+def _is_cut_off(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view was made where autograd records less than here."""
+    meta = _torch.creation_meta(t)
+    if meta is CreationMeta.DEFAULT:
+        # Made below autograd there is no grad_fn. One that is stale is made anew by reading it.
+        return torch.is_grad_enabled() and base.requires_grad and t.grad_fn is None
+    if meta is CreationMeta.NO_GRAD_MODE:
+        hidden = torch.is_grad_enabled()
+    else:
+        hidden = meta is CreationMeta.INFERENCE_MODE and not torch.is_inference_mode_enabled()
+    return hidden and meta is not _torch.creation_meta(base)
 
 
 def reinterprets(t: torch.Tensor, base: torch.Tensor) -> bool:

@@ -65,15 +65,24 @@ def run_body(spec: Spec, args: Any, kwargs: Any) -> Any:
             f"transformed have none: {traits.untraceable}; give the op its rule by `register_vmap` "
             f"or `register_autograd`"
         ) from traits.untraceable
-    out = spec.run_body(args, kwargs)
-    if not traits.hides_views:
-        return out
-    if any(_torch.is_functorch_wrapped(t) for t in tensors):
+    if traits.hides_views and any(_torch.is_functorch_wrapped(t) for t in tensors):
         raise ViewTrackError(
-            f"`{spec.name}` ({spec.where}) hides its views from autograd, as `detach()` does, and "
-            f"torch.func would lose their gradient; make them by differentiable ops, or give the "
-            f"op its rules by `register_autograd` and `register_vmap`"
+            f"`{spec.name}` ({spec.where}) hides its views from autograd, as `detach()` and "
+            f"`no_grad()` do, and torch.func would lose their gradient; make them by "
+            f"differentiable ops, or give the op its rules by `register_autograd` and "
+            f"`register_vmap`"
         )
+    if not traits.hides_views:
+        return spec.run_body(args, kwargs)
+    try:
+        out = spec.run_body(args, kwargs)
+    except RuntimeError as error:
+        if "inference tensor" not in str(error):
+            raise
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}) enters inference_mode, which AOTAutograd cannot trace; "
+            f"make the views without it, or under torch.no_grad()"
+        ) from error
     return _by_geometry(spec, args, kwargs, out)
 
 
@@ -127,9 +136,13 @@ def fake_of(spec: Spec) -> Body:
 def _run_inside(call: Call | None, spec: Spec, args: Any, kwargs: Any) -> Any:
     if call is None or not call.looks_inside:
         return spec.run_body(args, kwargs)
-    out = call.run_inside(lambda: spec.run_body(args, kwargs))
+    return call.handed_up(call.run_inside(lambda: _noted(call, args, kwargs)))
+
+
+def _noted(call: Call, args: Any, kwargs: Any) -> Any:
+    out = call.spec.run_body(args, kwargs)
     note_inside(call, out)
-    return call.handed_up(out)
+    return out
 
 
 def _trivial(spec: Spec, args: Any, kwargs: Any) -> Any:
