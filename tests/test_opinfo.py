@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from handlers import NoOp
+from one_thread import one_thread  # noqa: F401 - a fixture for each test of this file
 
 from viewtrack.testing.call import Call
 from viewtrack.testing.opinfo import calls, database
@@ -24,14 +25,6 @@ CHOSEN = [
     "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze",
     "view", "view_as_complex", "view_as_real", "vsplit", "where", "_foreach_add", "_foreach_sqrt",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_exact(findings):

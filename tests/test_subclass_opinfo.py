@@ -5,6 +5,7 @@ A part of the database runs here each time, the whole of it with ``pytest -m hea
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401 - a fixture for each test of this file
 from subclass_sweep import EXCEPTIONS, Findings, compared, sweep, sweep_calls
 from wrappers import make_wrapper
 
@@ -19,14 +20,6 @@ CHOSEN = [
     "select", "split", "squeeze", "t", "transpose", "unbind", "unfold", "unsafe_split", "view",
     "view_as_complex", "view_as_real", "where", "_foreach_add", "_foreach_copy",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_the_same(findings):

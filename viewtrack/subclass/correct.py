@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from .._torch import subclass as _torch_subclass
 from ..aliasing import shares_or_unknown
 from ..errors import AliasingError, ViewTrackError
@@ -34,9 +35,10 @@ from .mend import fresh_alias, is_any, needs_mending, normal_alias
 
 Step = Callable[[Plan, Any, Any, Any, Any], Any]
 
-_kinds, _shares = kinds.known, kinds.quiet_wrappers
+_kinds, _needs_storage_alone = kinds.known, kinds.needs_storage_alone
 _point_storage = _torch_subclass.point_storage
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
+_no_torch_function = _torch.no_torch_function
 _is_torch_function_enabled = _torch_subclass.is_torch_function_enabled
 
 
@@ -75,11 +77,32 @@ def correct_aliasing(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """
     try:
         step, plan = _steps[func._op]
-    except KeyError:
-        step, plan = _steps[func._op] = _choose(func)
+        if step is _view_of_first:
+            # The commonest view, settled here: a call of the step would cost a tenth of the whole.
+            base, cls = args[0], type(out)
+            if (
+                _needs_storage_alone[cls]
+                and type(base) is cls
+                and out is not base
+                and not _is_inference_mode_enabled()
+            ):
+                with _no_torch_function():  # being asked for a __torch_function__ costs as much
+                    if not out.requires_grad and out._base is None:
+                        _point_storage(out, base)
+                        return out
+    except (KeyError, IndexError):
+        step, plan = _look_up(func, out)
     except AttributeError:  # a higher-order operator
         return out
     return step(plan, func, args, kwargs, out)
+
+
+def _look_up(func: Any, out: Any) -> tuple[Step, Plan]:
+    if isinstance(out, torch.Tensor):
+        kind_of(type(out))
+    if func._op not in _steps:
+        _steps[func._op] = _choose(func)
+    return _steps[func._op]
 
 
 # ------------------------------------------------------------------------------ functional ops
@@ -128,22 +151,23 @@ def _mapped(out: Any, change: Callable[[Any], Any]) -> Any:
 
 def _view_of_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """One output that views the first argument, as nearly all view ops have."""
-    cls = type(out)
-    try:
-        base = args[0]
-        shares = _shares[cls]
-    except (IndexError, KeyError):
-        return _view(plan, func, args, kwargs, out)
+    base: Any = args[0] if args else None
+    kind = _kinds.get(type(out))
     if (
-        type(base) is not cls
+        kind is None
+        or not (kind.flattens and not kind.counts_itself)
+        or type(base) is not type(out)
         or out is base
-        or out.requires_grad
-        or out._is_view()
         or _is_inference_mode_enabled()
     ):
         return _view(plan, func, args, kwargs, out)
-    _point_storage(out, base)
-    if shares and not counted_natively():
+    with _no_torch_function():
+        is_fresh = not out.requires_grad and out._base is None
+        if is_fresh:
+            _point_storage(out, base)
+    if not is_fresh:
+        return _view(plan, func, args, kwargs, out)
+    if not counted_natively():
         share_inner_counters(out, base)
     return out
 

@@ -35,8 +35,8 @@ class Kind:
 known: dict[type, Kind] = {}
 """Each class that was looked at."""
 
-quiet_wrappers: dict[type, bool] = {}
-"""Of the quiet wrappers among them, whether views are to share their inner counters."""
+needs_storage_alone: dict[type, bool] = {}
+"""Of each of them, whether a view is corrected once its storage is that of its base."""
 
 
 def kind_of(cls: type) -> Kind:
@@ -44,8 +44,7 @@ def kind_of(cls: type) -> Kind:
     kind = known.get(cls)
     if kind is None:
         kind = known[cls] = _look_at(cls)
-        if kind.is_wrapper and kind.is_quiet:
-            quiet_wrappers[cls] = shares_counters(cls)
+        needs_storage_alone[cls] = kind.is_wrapper and not shares_counters(cls)
     return kind
 
 
