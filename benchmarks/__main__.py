@@ -18,6 +18,7 @@ MODULES = (
     "bench_view",
     "bench_track",
     "bench_handler",
+    "bench_training",
     "bench_subclass",
     "bench_library",
     "bench_checkpoint",
