@@ -129,3 +129,12 @@ def test_track_a_mode_shows_what_each_way_mends():
         "base is the result: True - writes known: 2",
     ]
     assert "aten.relu_.default(self) at " in out
+
+
+def test_the_graph_of_a_view_is_freed():
+    out, _ = run("examples/free_the_graph_of_a_view.py")
+    assert out.splitlines() == [
+        "the output is a view: True, of (4, 16)",
+        "stock torch: Can't detach views in-place",
+        "detached: requires_grad=False, view=False",
+    ]

@@ -88,3 +88,12 @@ def test_foretells_what_an_inplace_op_does(name: str, grad: bool) -> None:
 
 def test_a_sparse_tensor_has_no_storage_of_its_own() -> None:
     assert line(vt.explain(torch.eye(2).to_sparse()), "storage") == "none of its own"
+
+
+def test_tells_which_line_made_a_piece() -> None:
+    rows = torch.ones(2, 2, requires_grad=True) * 1
+    with vt.track():
+        first, _ = rows.unbind()
+    told = line(vt.explain(first), "in-place")
+    assert told.startswith("refused: it is one of several views")
+    assert f"; aten.unbind.int at {__file__}:" in told

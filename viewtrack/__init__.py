@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._torch import CreationMeta
+from .detach import detach_
 from .errors import AliasingError, AutogradMetadataError, MutatedTensorError, ViewTrackError
 from .explain import explain
 from .guard import MutationGuard, protect
@@ -45,6 +46,7 @@ __all__ = [
     "ViewTrackError",
     "checkpoint",
     "correct_aliasing",
+    "detach_",
     "explain",
     "guard_saved_tensors",
     "library",

@@ -14,17 +14,10 @@ import torch
 from ._torch import CreationMeta
 from .info import ViewInfo, version, view_info
 from .ledger import Write, key_of, ledger
+from .notes import REFUSED, made_at
 
 _ALIASES_SHOWN = 5
 _WRITES_SHOWN = 10
-
-_REFUSED = {
-    "IN_CUSTOM_FUNCTION": "it was made in a custom autograd.Function; clone it in forward",
-    "MULTI_OUTPUT_NODE": "it is one of several views that one op returned; use an op that returns "
-    "one view (`select`, `narrow`), or the out-of-place op",
-    "NO_GRAD_MODE": "it was made under no_grad; make it, and write it, in the same grad mode",
-    "INFERENCE_MODE": "it was made in inference_mode; make it outside",
-}
 
 
 def explain(t: torch.Tensor) -> str:
@@ -119,7 +112,7 @@ def _inplace(t: torch.Tensor, info: ViewInfo | None) -> str:
     meta = info.creation_meta if info is not None else CreationMeta.DEFAULT
     if info is not None and info.is_bw_differentiable and meta is not CreationMeta.DEFAULT:
         when = "refused" if t.requires_grad else "allowed, unless an operand requires grad"
-        return f"{when}: {_REFUSED[meta.name]}"
+        return f"{when}: {REFUSED[meta.name]}{_made(t, meta)}"
     base = info.base if info is not None and info.is_bw_differentiable else None
     if t.requires_grad and (t if base is None else base).is_leaf:
         leaf = "it is a leaf" if base is None else "its base is a leaf"
@@ -127,6 +120,11 @@ def _inplace(t: torch.Tensor, info: ViewInfo | None) -> str:
     if base is not None:
         return "allowed: the history of its base is rewritten (CopySlices), and its own with it"
     return "allowed: its grad_fn becomes that of the op"
+
+
+def _made(t: torch.Tensor, meta: CreationMeta) -> str:
+    made = made_at(t) if meta is CreationMeta.MULTI_OUTPUT_NODE else []
+    return "".join(f"; {op} at {site}" for op, site in made[:1])
 
 
 def _strides(t: torch.Tensor) -> tuple[int, ...]:

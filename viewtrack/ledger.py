@@ -26,6 +26,10 @@ from .site import AtSite, Place, Site, site_at
 WRITES_KEPT = 64
 
 
+#: How many of the lines that took a storage apart into a list of views are kept.
+PIECES_KEPT = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """The part of a storage that a tensor covers, in elements but for the itemsize in bytes."""
@@ -73,20 +77,27 @@ class Entry:
         anchor: a weak reference to the storage.
         count: how many writes were recorded.
         notes: what a detector (`smuggled.py`) knows of the storage; dies with it.
+        pieces: the last ops that returned lists of views of it, with their places.
     """
 
-    __slots__ = ("_raw", "anchor", "count", "notes")
+    __slots__ = ("_raw", "anchor", "count", "notes", "pieces")
 
     def __init__(self, anchor: weakref.ref[Any]) -> None:
         self.anchor = anchor
         self.count = 0
         self.notes: Any = None
+        self.pieces: tuple[tuple[str, Place], ...] = ()
         self._raw: deque[tuple[_Facts, Any, int]] = deque(maxlen=WRITES_KEPT)
 
     def append(self, facts: _Facts, geometry: Any) -> None:
         """Keep the facts of one more write."""
         self.count = count = self.count + 1
         self._raw.append((facts, geometry, count))
+
+    def took_apart(self, op: str, place: Place) -> None:
+        """Keep the place of an op that returned a list of views."""
+        kept = [made for made in self.pieces if made[1][:2] != place[:2]]  # a loop is one place
+        self.pieces = (*kept[1 - PIECES_KEPT :], (op, place))
 
     @property
     def last_place(self) -> Place | None:

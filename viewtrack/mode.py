@@ -16,7 +16,8 @@ from typing import Literal, ParamSpec, TypeVar
 from . import _torch, full_modes
 from .decorate import tracked_calls
 from .errors import ViewTrackError
-from .notes import note_writes
+from .notes import add_notes
+from .register_hook import mend as register_hook_mend
 from .site import Site
 from .tracking import TrackingMode
 
@@ -58,7 +59,7 @@ class Tracker:
         traceback: TracebackType | None = None,
     ) -> None:
         active.leave(self)
-        note_writes(error, traceback)
+        add_notes(error, traceback)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Run each call of `fn` tracked; of a generator or coroutine function, each step.
@@ -79,7 +80,8 @@ def track(views: Views = "version", record: Record = "site") -> Tracker:
     Inside, code that user code can see behaves as on stock torch without any mode. In addition, in
     any ``__torch_dispatch__`` handler, every view shares its base's version counter, and every
     write moves the counters that it would move above autograd. An error of torch's that some tensor
-    was modified in place gets a note, when it leaves the tracker, of the lines that wrote.
+    was modified in place gets a note, when it leaves the tracker, of the lines that wrote; one that
+    refuses to write a view, of the line that made the view, and of the mend.
 
     Semantics: NOTE [ Autograd View Variables ] in torch/csrc/autograd/variable.h; pytorch#96319.
 
@@ -122,6 +124,7 @@ class _Active(threading.local):
                 _say_entered_above()
             if _torch.below_autograd():
                 self._on_leaving.enter_context(_torch.marked_as_handler())
+            register_hook_mend.acquire()
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
         self.trackers.append(tracker)
@@ -144,6 +147,7 @@ class _Active(threading.local):
             if not self.trackers:
                 self.mode.__exit__(None, None, None)
                 self._on_leaving.close()
+                register_hook_mend.release()
 
     def found_alias(self, op: str, site: Site) -> None:
         """Tell the trackers of an op that returned memory of its argument undeclared."""

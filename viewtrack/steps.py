@@ -75,6 +75,9 @@ class Recorder(Protocol):
     ) -> None:
         """Enter the write that an op has done to `t` into the ledger, and tell who watches it."""
 
+    def took_apart(self, plan: Plan, t: Any) -> None:
+        """Note where an op returned a list of views of `t`."""
+
 
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
 
@@ -87,10 +90,23 @@ def _view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     set_excluded(ADINPLACEORVIEW, False)
     try:
         out = op(*args, **kwargs) if kwargs else op(*args)
-        if _mode_stack_len():  # modes below would see the detach (make_fx would record it)
-            return stripped(out, args)
-        if type(out) is torch.Tensor:
+        # Modes below would see the detach (make_fx would record it).
+        if type(out) is torch.Tensor and not _mode_stack_len():
             return _detach(out) if out._is_view() else out
+        return stripped(out, args)
+    finally:
+        set_excluded(ADINPLACEORVIEW, True)
+
+
+def _views(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A view op that returns a list. Native lets none of these be written: `notes.py` says why."""
+    if mode.level:
+        mode.took_apart(plan, args[0])
+    set_excluded(ADINPLACEORVIEW, False)
+    try:
+        out = op(*args, **kwargs) if kwargs else op(*args)
+        if _mode_stack_len():
+            return stripped(out, args)
         return [_detach(t) if t._is_view() else t for t in out]
     finally:
         set_excluded(ADINPLACEORVIEW, True)
@@ -280,7 +296,7 @@ def _step_of(plan: Plan) -> Step | None:
     if plan.qualified == "aten::detach":
         return _detach_view
     if plan.views and plan.has_native_kernel:
-        return _view
+        return _views if plan.views[0].is_list else _view
     if plan.views or not (plan.is_aten or plan.has_native_kernel):
         return _foreign
     if plan.qualified == "aten::_unsafe_view":

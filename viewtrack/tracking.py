@@ -19,7 +19,7 @@ from .info import version
 from .ledger import ledger
 from .operands import first_tensor, join_views, only_plain, written
 from .plan import Argument, Plan
-from .site import Site, issued_in_handler, locate, place_of, site_at
+from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
 from .steps import Step, choose, chosen
 from .watch import Watching, note_write
 
@@ -114,6 +114,10 @@ class TrackingMode(_torch.QuietMode):
             self.known_aliases.add(plan.name)
             _, user = issued_in_handler(sys._getframe(3), plan)
             self._found_alias(plan.name, site_at(place_of(user)))
+
+    def took_apart(self, plan: Plan, t: Any) -> None:
+        """Note where an op returned a list of views of `t`."""
+        ledger.open(t).took_apart(plan.name, place_of(user_frame(sys._getframe(3))))
 
     def record(
         self,
