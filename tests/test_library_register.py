@@ -7,7 +7,7 @@ import torch
 from library_ops import CONTEXTS, Issue, memset
 
 import viewtrack as vt
-from viewtrack import ViewTrackError, library
+from viewtrack import AliasingError, ViewTrackError, library
 
 contexts = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 _foreign = torch.library.Library("vtforeign", "DEF")
@@ -163,6 +163,51 @@ def test_a_raw_kernel_is_opaque_to_compilers():
 def test_what_cannot_be_registered(op, says):
     with pytest.raises(ViewTrackError, match=says):
         library.register(op)
+
+
+@torch.library.custom_op("vtforeign::twice", mutates_args=())
+def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 2
+    return y, y.view(-1)
+
+
+@torch.library.custom_op(
+    "vtforeign::filled", mutates_args=("buf",), schema="(Tensor(a!) buf, Tensor x) -> Tensor[]"
+)
+def filled(buf, x):
+    buf.copy_(x)
+    return [x + 1, buf[:1]]
+
+
+@contexts
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_alias_that_custom_op_refuses_is_placed(context, requires_grad):
+    """Case 32: torch's own text does not say which output, nor of what."""
+    library.register(twice)
+    library.register(filled)
+    x = torch.ones(2, 2, requires_grad=requires_grad)
+    with context(), pytest.raises(AliasingError) as refused:
+        twice(x)
+    said = str(refused.value)
+    assert "`vtforeign::twice`" in said
+    assert f"{__file__}:{twice._init_fn.__code__.co_firstlineno}" in said
+    assert "output 0 and output 1 in one storage of 16 bytes" in said
+    assert "return `.clone()` of output 1" in said
+    assert "may not alias" in str(refused.value.__cause__)
+    buf = torch.zeros(2)
+    with context(), pytest.raises(AliasingError, match=r"output 0\[1\] in .* argument `buf`"):
+        filled(buf, torch.ones(2))
+
+
+def test_another_error_of_a_custom_op_is_its_own():
+    @torch.library.custom_op("vtforeign::alias_error", mutates_args=())
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("x may not alias y")
+
+    library.register(fails)
+    with pytest.raises(RuntimeError, match="x may not alias y") as raised:
+        fails(torch.ones(2))
+    assert type(raised.value) is RuntimeError
 
 
 def test_an_autograd_kernel_of_its_own_is_kept():

@@ -1,5 +1,7 @@
 """What `viewtrack/_torch/library.py` relies on, and does, on this torch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -143,6 +145,30 @@ def test_ops_are_found_by_name():
         _torch_library.lookup("aten::no_such_op")
     assert _torch_library.overload_of(torch.ops.aten.relu_) is torch.ops.aten.relu_.default
     assert _torch_library.overload_of(torch.ops.aten.add) is None
+
+
+def test_the_dispatcher_tells_where_an_op_is_from_and_lists_them():
+    _lib.define("placed(Tensor x) -> Tensor")
+    assert "vtcontract::placed" in _torch_library.op_names()
+    assert "aten::add.Tensor" in _torch_library.op_names()
+    placed = _torch_library.defined_at("vtcontract::placed")
+    assert placed is not None, f"_dispatch_dump has another form in torch {torch.__version__}"
+    filename, _, line = placed.rpartition(":")
+    assert filename == __file__
+    assert "torch.library.Library(" in Path(__file__).read_text().splitlines()[int(line) - 1]
+
+
+def test_the_body_of_a_custom_op_is_found_and_its_refusal_known():
+    @torch.library.custom_op("vtcontract::returns_it", mutates_args=())
+    def returns_it(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    body = _torch_library.custom_op_body("vtcontract::returns_it")
+    x = torch.ones(2)
+    assert body is not None
+    assert body(x) is x
+    with pytest.raises(RuntimeError, match="may not alias"):
+        returns_it(x)
 
 
 def test_fake_implementations_are_found():

@@ -140,6 +140,19 @@ def custom_op_body(qualified: str) -> Callable[..., Any] | None:
     return body
 
 
+def defined_at(qualified: str) -> str | None:
+    """``file:line`` of the registration of an op's schema, as the dispatcher prints it, or None."""
+    for line in _C._dispatch_dump(qualified).splitlines():
+        if line.startswith("debug: registered at "):
+            return str(line.removeprefix("debug: registered at "))
+    return None
+
+
+def op_names() -> list[str]:
+    """The names of all ops of the dispatcher, ``"ns::name.overload"``."""
+    return list(_C._dispatch_get_all_op_names())
+
+
 def has_fake(qualified: str) -> bool:
     """Whether the op has a fake implementation, or a Meta kernel."""
     entry = torch._library.simple_registry.singleton.find(qualified)

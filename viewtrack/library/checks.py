@@ -134,6 +134,25 @@ def check_aliases(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
                 )
 
 
+def explain_refusal(spec: Spec, error: Exception, args: Any, kwargs: Any) -> None:
+    """Say which outputs alias what, where ``torch.library.custom_op`` refused an alias unnamed.
+
+    Its body is run again for that, on clones.
+
+    Raises:
+        AliasingError: with the place of the alias.
+    """
+    body = _torch_library.custom_op_body(spec.name)
+    if body is None or "may not alias" not in str(error):
+        return
+    args, kwargs = _torch.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    out = body(*args, **kwargs)
+    try:
+        check_aliases(spec, args, kwargs, out)
+    except AliasingError as located:
+        raise located from error
+
+
 def _check_view(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> None:
     arguments = spec.views[leaf.index].arguments
     if any(_mayshare_storage(leaf.t, t) for a in arguments for t in a.tensors(args, kwargs)):

@@ -167,6 +167,12 @@ def _by_name(name: str, module: str | None) -> CustomOp:
     return custom
 
 
+def body_of(name: str) -> Body | None:
+    """The function that an op of viewtrack.library was made of; None if it is no such op."""
+    spec = _specs.get(name)
+    return spec.custom._fn if spec is not None else None
+
+
 def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> CustomOp:
     """Register the kernels that every op gets.
 

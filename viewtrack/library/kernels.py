@@ -31,7 +31,12 @@ from ..site import locate
 from ..view import share_version
 from . import traced
 from .call import Call, under_way
-from .checks import check_aliases, check_undeclared_writes, share_storage
+from .checks import (
+    check_aliases,
+    check_undeclared_writes,
+    explain_refusal,
+    share_storage,
+)
 from .formula import is_transformed
 from .history import check_writable, recorded_at, settle, wants_gradient
 from .inspection import is_raw, note_raw
@@ -99,10 +104,14 @@ class Kernels:
         if call is not None and call.looks_inside and is_raw(spec, args, kwargs):
             call.looks_inside = False
             call.is_raw = True
-        if call is not None and call.looks_inside:
-            out = self._look_inside(call, keyset, before)
-        else:
-            out = self._run_raw(keyset, args, kwargs)
+        try:
+            if call is not None and call.looks_inside:
+                out = self._look_inside(call, keyset, before)
+            else:
+                out = self._run_raw(keyset, args, kwargs)
+        except RuntimeError as error:
+            explain_refusal(spec, error, args, kwargs)
+            raise
         check_aliases(spec, args, kwargs, out)
         check_undeclared_writes(spec, args, kwargs, before, tensors)
         if call is not None:

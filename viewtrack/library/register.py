@@ -110,7 +110,8 @@ def _backend_kernel(op: Any) -> Callable[..., Any]:
 
 
 def _where(body: Body | None, op: Any) -> str:
-    code = getattr(body and inspect.unwrap(body), "__code__", None)
+    seen = body or _torch_library.custom_op_body(op.name())
+    code = getattr(seen and inspect.unwrap(seen), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     return f"defined as {op._schema}"

@@ -1,4 +1,4 @@
-"""Copies of a call's arguments, and their bytes: what is needed to see what a call did."""
+"""Copies of a call's arguments, with guarded memory on both sides, and who shares memory."""
 
 from __future__ import annotations
 
@@ -8,50 +8,95 @@ import torch
 
 from .. import _torch
 
+_ALIGNMENT = 64  # of what torch's own allocator hands out
+_LEAST_FENCE = 256
+_MOST_FENCE = 1 << 20
 
-def copied(arguments: Any) -> Any:
-    """The arguments with copies of their tensors.
+
+class Fence:
+    """A copy of a storage, amid bytes that nobody has any business with.
+
+    A kernel that takes a strided or an expanded tensor for contiguous writes beyond the storage.
+    Here that is seen, and does no harm.
+
+    Attributes:
+        storage: the copy. It cannot be resized.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, width: int) -> None:
+        size = storage.nbytes()
+        width = -(-width // _ALIGNMENT) * _ALIGNMENT
+        buffer = bytearray(size + 2 * width + _ALIGNMENT)
+        self._all = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._all.copy_(torch.arange(len(buffer)) * 37 + 11)  # no value twice in a row
+        self._start = width + -(self._all.data_ptr() + width) % _ALIGNMENT
+        inner = torch.frombuffer(buffer, dtype=torch.uint8, offset=self._start, count=size)
+        self.storage = inner.untyped_storage()
+        self.storage.copy_(storage)
+        self._end = self._start + size
+        self._before = self._all.clone()
+
+    def harmed(self) -> int | None:
+        """The first byte outside that changed, counted from the storage's first, or None."""
+        changed = self._all != self._before
+        changed[self._start : self._end] = False
+        places = changed.nonzero()
+        return int(places[0]) - self._start if len(places) else None
+
+
+class Copies:
+    """Copies of a call's arguments.
 
     Geometry is kept, and tensors that share a storage share one again, so that the same views of
     the same memory are passed. Autograd metadata is not copied.
-    """
-    storages: dict[int, Any] = {}
 
-    def copy(t: torch.Tensor) -> torch.Tensor:
-        plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
-        if not plain or t.is_conj() or t.is_neg() or t.is_quantized:
+    Args:
+        arguments: a tree with tensors.
+        fenced: whether to guard the memory around them, where that can be done.
+
+    Attributes:
+        arguments: the tree with the copies.
+        fences: the fence around each storage that has one, by its ``_cdata``.
+    """
+
+    def __init__(self, arguments: Any, *, fenced: bool = True) -> None:
+        self.fences: dict[int, Fence] = {}
+        self._fenced = fenced
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._reach: dict[int, int] = {}
+        for t in _torch.tree_leaves(arguments):
+            if isinstance(t, torch.Tensor) and is_plain(t):
+                key = t.untyped_storage()._cdata
+                self._reach[key] = max(self._reach.get(key, 0), t.numel() * t.element_size())
+        self.arguments = _torch.tree_map_only(torch.Tensor, self._copy, arguments)
+
+    def _copy(self, t: torch.Tensor) -> torch.Tensor:
+        if not is_plain(t) or t.is_conj() or t.is_neg() or t.is_quantized:
             return t.detach().clone()
         storage = t.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = self._copied(storage)
         alias = torch.empty(0, dtype=t.dtype, device=t.device)
-        return alias.set_(storages[storage._cdata], t.storage_offset(), t.size(), t.stride())
+        copied = self._storages[storage._cdata]
+        return alias.set_(copied, t.storage_offset(), t.size(), t.stride())
 
-    return _torch.tree_map_only(torch.Tensor, copy, arguments)
-
-
-class Bytes:
-    """The bytes of a tensor's elements, as they are now."""
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self._bytes = _bytes(t)
-
-    def differ_from(self, t: torch.Tensor) -> bool:
-        """Whether the elements of t have other bytes now."""
-        now = _bytes(t)
-        if now is None or self._bytes is None:
-            return False
-        return now.shape != self._bytes.shape or not torch.equal(now, self._bytes)
+    def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if not self._fenced or storage.device.type != "cpu" or not storage.nbytes():
+            clone: torch.UntypedStorage = storage.clone()
+            return clone
+        reach = self._reach[storage._cdata]
+        fence = Fence(storage, min(max(reach, _LEAST_FENCE), _MOST_FENCE))
+        self.fences[fence.storage._cdata] = fence
+        return fence.storage
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the elements' bytes; None where a tensor has none."""
-    try:
-        with torch.no_grad():
-            plain = t.detach().resolve_conj().resolve_neg()
-            return plain.contiguous().clone().view(-1).view(torch.uint8)
-    except (RuntimeError, NotImplementedError):
-        return None
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether t is a strided tensor of torch's own, and not a wrapper of some kind."""
+    return (
+        type(t) in (torch.Tensor, torch.nn.Parameter)
+        and t.layout is torch.strided
+        and not _torch.is_functorch_wrapped(t)
+    )
 
 
 def share_memory(t: torch.Tensor, other: torch.Tensor) -> bool:
