@@ -20,6 +20,7 @@ from .ledger import ledger
 from .operands import first_tensor, join_views, only_plain, written
 from .plan import Argument, Plan
 from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
+from .stand_in import with_a_frame
 from .steps import Step, choose, chosen
 from .watch import Watching, note_write
 
@@ -75,13 +76,15 @@ class TrackingMode(_torch.QuietMode):
         passing, self._passing = self._passing, None
         if passing is not None and passing[0] is func and passing[1] == first_tensor(args):
             return NotImplemented
+        # The ops that a composite op is made of come back here, one by one.
+        op = func._op if plan.is_composite else with_a_frame(func)
         if _mode_stack_len():
-            return self._run_subclass(step, plan, func._op, args, kwargs)
+            return self._run_subclass(step, plan, op, args, kwargs)
         self._passing = (func, first_tensor(args))
         _torch.push_mode(self)
         try:
             with _torch.marked_as_handler():
-                return self._run_subclass(step, plan, func._op, args, kwargs)
+                return self._run_subclass(step, plan, op, args, kwargs)
         finally:
             _torch.pop_mode()
             self._passing = None
