@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from write_ways import one_process_group
 
 import viewtrack as vt
 from viewtrack.report import Recorder
@@ -50,6 +51,14 @@ def test_a_write_by_numpy_is_recorded():
     with vt.track():
         x.numpy()[0] = 1
     assert vt.storage_version(x) == 1
+
+
+@limit
+def test_a_collective_moves_a_counter_where_nothing_tracks(tmp_path):
+    x = torch.zeros(2)
+    with one_process_group(tmp_path / "store"):
+        torch.distributed.broadcast(x, 0)
+    assert x._version == 1
 
 
 @limit

@@ -9,6 +9,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from view_makers import share_a_counter
+from write_ways import one_process_group
 
 from viewtrack._torch import guard as _torch_guard
 
@@ -39,6 +40,24 @@ def test_the_modes_are_torchs_own_by_class():
     assert not _torch_guard.is_stock_caching(_torch_guard.CachedMode()), HERE
     with _torch_guard.CachedMode(), _torch_guard.CachingMode():
         pass
+
+
+def test_a_backend_is_known_by_its_name_and_waiting_for_nothing_does_nothing(tmp_path):
+    t = torch.ones(2)
+    _torch_guard.wait_for(t)
+    boxed = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            boxed.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with one_process_group(tmp_path / "store"):
+        with Watch():
+            torch.distributed.all_reduce(t)
+        assert _torch_guard.is_on_gloo(boxed[0], t), HERE
+        _torch_guard.wait_for(t)
+    assert (t.tolist(), t._version) == ([1, 1], 0), HERE
 
 
 @pytest.mark.parametrize("below", [False, True])

@@ -37,6 +37,7 @@ def fingerprint(t: torch.Tensor) -> Any:
     with _torch.no_torch_function(), _torch_guard.no_torch_dispatch(), torch.no_grad():
         if not _has_bytes(t):
             return None
+        _torch_guard.wait_for(t)
         words = _words(t.detach())
         first, second = _weights(words.device)
         sums = _sums(words, first)

@@ -118,6 +118,7 @@ class Plan:
         is_made_of_other_ops: whether its kernel calls other ops, below autograd.
         is_aten: whether it is one of torch's own ops.
         may_alias_undeclared: whether outputs may share memory that the schema does not mention.
+        is_collective: whether it is an op of torch.distributed.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Plan:
     is_made_of_other_ops: bool
     is_aten: bool
     may_alias_undeclared: bool
+    is_collective: bool
 
     @property
     def is_functional(self) -> bool:
@@ -199,6 +201,7 @@ def plan_of_schema(schema: Any) -> Plan:
         is_aten=namespace in ("aten", "prim", "prims"),
         may_alias_undeclared=qualified in UNDECLARED_ALIASES
         or namespace not in ("aten", "prim", "prims"),
+        is_collective=namespace in collectives.NAMESPACES,
     )
 
 

@@ -14,6 +14,7 @@ handler or a subclass's handler issues. What it does with one depends on the op'
   inner ops move, which is what happens on stock torch without any mode. Bumping what the schema
   declares instead would be wrong: ``_native_batch_norm_legit`` saves the running statistics that it
   then updates;
+* a collective of torch.distributed, which no kernel counts, is counted here;
 * an op of someone else's without an Autograd kernel goes back above autograd where it came from
   there, since stock torch records what its kernel calls; under a mode its gradient is lost.
 
@@ -40,6 +41,7 @@ from ._torch import (
     set_excluded,
 )
 from ._torch.kernels import composite_kernel
+from .collectives import is_counted_by_backend
 from .info import version
 from .operands import (
     is_complex,
@@ -191,6 +193,44 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     return out
 
 
+def _collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of torch.distributed that writes: no kernel counts it, so this does, once."""
+    watching = watches_reached(plan, args, kwargs) if watched else {}
+    if is_counted_by_backend(plan.qualified, args):
+        return _plain(mode, plan, op, args, kwargs)
+    writes = written(plan, args, kwargs)
+    before = [version(t) for _, t in writes]
+    out = _plain(mode, plan, op, args, kwargs)
+    for (_, t), was in zip(writes, before, strict=True):
+        if was is not None and version(t) == was:  # the pieces of one buffer share their counter
+            torch.autograd.graph.increment_version(t)
+    if mode.level or watching:
+        _, in_handler, user = locate(sys._getframe(2), plan, args, kwargs)
+        for (argument, t), was in zip(writes, before, strict=True):
+            mode.record(plan, argument, t, was, (False, in_handler, user), watching)
+    return out
+
+
+def _functional_collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A collective that does not write, or the wait for one.
+
+    What it returns is written later, by a thread that inherits what is excluded here. Nobody may
+    take that for a write to the result: a cache has it already.
+    """
+    if (
+        _is_recorded(plan)
+        and not torch.is_inference_mode_enabled()
+        and not issued_in_handler(sys._getframe(2), plan, args)[0]
+    ):
+        with _torch.above_autograd():
+            set_excluded(ADINPLACEORVIEW, True)
+            out = op(*args, **kwargs)
+    else:
+        out = op(*args, **kwargs)
+    _join_undeclared(mode, plan, args, kwargs, out)
+    return out
+
+
 def _unsafe_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """`aten._unsafe_view` is `aten.view` that keeps the relation to itself; view costs us less.
 
@@ -288,6 +328,8 @@ def _decomposing(func: Any) -> Step:
 
 
 def _step_of(plan: Plan) -> Step | None:
+    if plan.is_collective:
+        return _collective if plan.writes else _functional_collective
     if plan.writes:
         counted = plan.has_native_kernel and not plan.is_composite
         return _counted_write if counted else _uncounted_write

@@ -1,4 +1,4 @@
-"""Private torch that only the guard needs: its own selective checkpointing, and saved-tensor hooks.
+"""Private torch that the guard needs: selective checkpointing, saved-tensor hooks, collectives.
 
 Under the rules of the package: every name is checked by
 `tests/test_torch_contract.py`, and was tried on torch 2.6.0, 2.9.1, 2.13.0 and 2.14.1.
@@ -32,10 +32,12 @@ __all__ = [
     "cache_key",
     "counter_of",
     "is_compiling",
+    "is_on_gloo",
     "is_stock_caching",
     "no_torch_dispatch",
     "top_saved_tensors_hooks",
     "user_saved_tensors_hooks",
+    "wait_for",
 ]
 
 no_torch_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
@@ -122,3 +124,19 @@ def counter_of(t: torch.Tensor) -> torch.Tensor:
         finally:
             set_excluded(ADINPLACEORVIEW, was)
     return counter
+
+
+def is_on_gloo(boxed_group: Any, t: torch.Tensor) -> bool:
+    """Whether gloo does what a group, as ``c10d`` ops are passed it, is asked to do with `t`."""
+    group: Any = torch.distributed.ProcessGroup.unbox(boxed_group)
+    return bool(group._get_backend(t.device).name() == "gloo")
+
+
+def wait_for(t: torch.Tensor) -> None:
+    """Wait until the functional collective that returned `t` has written it, if one has to.
+
+    Relies on ``wait_tensor`` doing nothing for any other tensor. torch may be built without
+    torch.distributed.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.ops._c10d_functional.wait_tensor.default(t)
