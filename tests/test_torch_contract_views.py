@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from view_makers import bare_alias, share_a_counter
 
 from viewtrack import _torch
+from viewtrack._torch import nested as _nested
 from viewtrack._torch import view_fn as _torch_view_fn
 
 HERE = f"torch {torch.__version__}"
@@ -153,3 +154,27 @@ def test_keys_are_as_user_code_has_them_again_after_a_handler():
         torch.zeros(3).sin()
     assert seen[-2:] == [(True, False, True), True], HERE
     assert not _torch.below_autograd(), HERE
+
+
+def test_a_nested_tensor_tells_where_its_parts_lie_and_is_made_of_a_buffer():
+    parts = [torch.ones(1, 4), torch.ones(2, 4)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+    assert _nested.is_strided_nested(nested), HERE
+    assert not _nested.is_strided_nested(torch.ones(2)), HERE
+    jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    assert not _nested.is_strided_nested(jagged), HERE
+    assert _nested.places(nested) == [([1, 4], [4, 1], 0), ([2, 4], [4, 1], 4)], HERE
+    buffer = torch.arange(12.0, requires_grad=True)
+    view = _nested.view_of_buffer(buffer, _nested.geometry(nested))
+    assert view._base is buffer, HERE
+    assert [t.tolist() for t in view.unbind()] == [[[0, 1, 2, 3]], [[4, 5, 6, 7], [8, 9, 10, 11]]]
+    (view * 2).values().sum().backward()
+    assert buffer.grad.tolist() == [2.0] * 12, HERE
+
+
+def test_data_of_a_nested_tensor_can_be_put_in_another_buffer():
+    nested = torch.nested.as_nested_tensor([torch.ones(1, 4)], layout=torch.strided)
+    buffer = torch.zeros(4)
+    nested.data = _nested.view_of_buffer(buffer, _nested.geometry(nested))
+    assert nested.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), HERE
+    assert nested._version == 0, HERE

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._torch import nested
 from .errors import AliasingError
 
 
@@ -76,10 +77,12 @@ def check_fits(t: torch.Tensor, storage: torch.UntypedStorage) -> None:
     """Raise AliasingError if t's geometry does not fit into base's storage."""
     need, have = _bytes_spanned(t), storage.nbytes()
     if need > have:
+        where = ""
+        if not nested.is_strided_nested(t):
+            where = f", strides {tuple(t.stride())}, offset {t.storage_offset()}"
         raise AliasingError(
-            f"mark_as_view: `t` ({brief(t)}, strides {tuple(t.stride())}, offset "
-            f"{t.storage_offset()}) needs {need} bytes and base's storage holds {have}; give `t` "
-            f"the geometry of a view of `base`"
+            f"mark_as_view: `t` ({brief(t)}{where}) needs {need} bytes and base's storage holds "
+            f"{have}; give `t` the geometry of a view of `base`"
         )
 
 
@@ -95,15 +98,34 @@ def has_storage(t: torch.Tensor) -> bool:
 def _bytes_spanned(t: torch.Tensor) -> int | torch.SymInt:
     if t.numel() == 0:
         return 0
+    if nested.is_strided_nested(t):
+        return elements_spanned(t) * t.element_size()
     last = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
     return (t.storage_offset() + last + 1) * t.element_size()
 
 
+def elements_spanned(t: torch.Tensor) -> int:
+    """How many elements of its storage, from the first, a nested tensor of layout strided spans."""
+    spans = [
+        offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+        for size, stride, offset in nested.places(t)
+        if all(size)
+    ]
+    return max(spans, default=0)
+
+
+def shape_of(t: torch.Tensor) -> Any:
+    """The shape of t; of a nested tensor of layout strided, which has none, the shapes in it."""
+    if nested.is_strided_nested(t):
+        return tuple(torch.Size(size) for size, _, _ in nested.places(t))
+    return t.shape
+
+
 def dims(shape: Any) -> str:
     """A shape as errors show it."""
-    return ", ".join(map(str, shape))
+    return ", ".join(f"[{dims(n)}]" if isinstance(n, torch.Size) else str(n) for n in shape)
 
 
 def brief(t: torch.Tensor) -> str:
     """Dtype and shape of t as errors show them."""
-    return f"{t.dtype}[{dims(t.shape)}]"
+    return f"{t.dtype}[{dims(shape_of(t))}]"

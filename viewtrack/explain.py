@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from ._torch import CreationMeta
+from ._torch.nested import is_strided_nested
+from .aliasing import brief
 from .info import ViewInfo, version, view_info
 from .ledger import Write, key_of, ledger
 from .notes import REFUSED, made_at
@@ -51,7 +53,7 @@ def _lines(title: str, texts: list[str]) -> list[str]:
 
 
 def _brief(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
+    return brief(t).removeprefix("torch.")
 
 
 def _version(t: torch.Tensor) -> str:
@@ -105,7 +107,7 @@ def _write(write: Write) -> str:
 def _inplace(t: torch.Tensor, info: ViewInfo | None) -> str:
     if t.is_inference() and not torch.is_inference_mode_enabled():
         return "refused: an inference tensor may only be written in inference_mode; clone it"
-    if any(size > 1 and stride == 0 for size, stride in zip(t.size(), _strides(t), strict=False)):
+    if _is_expanded(t):
         return "refused: several of its elements are one place in memory (expand); clone it"
     if not torch.is_grad_enabled():
         return "allowed: grad mode is off, so the history stays as it is"
@@ -117,6 +119,11 @@ def _inplace(t: torch.Tensor, info: ViewInfo | None) -> str:
     if t.requires_grad and (t if base is None else base).is_leaf:
         leaf = "it is a leaf" if base is None else "its base is a leaf"
         return f"refused: {leaf} that requires grad; write it under torch.no_grad()"
+    if base is not None and t.requires_grad and (is_strided_nested(t) or is_strided_nested(base)):
+        return (
+            "refused: CopySlices asks a nested tensor of layout strided for sizes, which it does "
+            "not have; let it be a view of its buffer (`mark_as_view`), and write `.values()` of it"
+        )
     if base is not None:
         return "allowed: the history of its base is rewritten (CopySlices), and its own with it"
     return "allowed: its grad_fn becomes that of the op"
@@ -127,8 +134,8 @@ def _made(t: torch.Tensor, meta: CreationMeta) -> str:
     return "".join(f"; {op} at {site}" for op, site in made[:1])
 
 
-def _strides(t: torch.Tensor) -> tuple[int, ...]:
+def _is_expanded(t: torch.Tensor) -> bool:
     try:
-        return t.stride()
-    except (RuntimeError, NotImplementedError):
-        return ()
+        return any(n > 1 and step == 0 for n, step in zip(t.size(), t.stride(), strict=False))
+    except (RuntimeError, NotImplementedError):  # sparse, nested
+        return False

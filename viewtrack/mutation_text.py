@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .aliasing import dims
 from .errors import MutatedTensorError
 from .ledger import Write
 from .site import UNKNOWN, Site
@@ -117,7 +118,7 @@ def brief(dtype: torch.dtype, shape: Any) -> str:
     """Dtype and shape in the short form of a dump, ``f32[2, 3]``."""
     short = str(dtype).removeprefix("torch.")
     short = re.sub(r"^(bfloat|float|complex|uint|int)(?=\d)", lambda m: _SHORT[m[0]], short)
-    return f"{short}{list(shape)}"
+    return f"{short}[{dims(shape)}]"
 
 
 _SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "int": "i", "uint": "u"}

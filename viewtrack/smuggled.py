@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .aliasing import dims, shape_of
 from .handler_calls import HandlerCall, HandlerCalls, caller_of
 from .ledger import WRITES_KEPT, Entry, Region, Write, key_of, ledger
 from .overlap import covers, overlaps, region_of
@@ -355,7 +356,7 @@ def name_of(named: Any) -> str:
 def brief(t: torch.Tensor) -> str:
     """Dtype and shape of t in the short form of a dump, ``f32[2, 3]``."""
     dtype = str(t.dtype).removeprefix("torch.")
-    return _DTYPE.sub(lambda kind: _SHORT[kind[0]], dtype) + str(list(t.shape))
+    return _DTYPE.sub(lambda kind: _SHORT[kind[0]], dtype) + f"[{dims(shape_of(t))}]"
 
 
 _SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "int": "i", "uint": "u"}

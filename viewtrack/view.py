@@ -39,6 +39,7 @@ from .markable import (
     propagated,
     refined,
 )
+from .nested import fn_for_nested, set_storage_of
 from .view_fn import WITHOUT_HISTORY, Replay, ViewFn, mark_with_fn
 
 _STRIDED = torch.strided
@@ -97,8 +98,8 @@ def mark_as_view(
         view_fn: makes the view from a base of the same shape: ``view_fn(base)`` must alias its
             argument and have t's shape and dtype. The native engine replays it after in-place ops
             on `base` or on `t`, and in ``t._view_func``; its own autograd counts. Without it, the
-            engine replays by as_strided of t's geometry. It lives as long as the view does, and
-            must not refer to `t`.
+            engine replays by as_strided of t's geometry, or by the nested view of base's memory
+            that `t` is. It lives as long as the view does, and must not refer to `t`.
         creation_meta: why in-place ops on `t` are to be refused, if they are. Under NO_GRAD_MODE
             and INFERENCE_MODE `t` has no grad_fn, as native views made in those modes. As in C++,
             the grad mode in which this is called does not count.
@@ -123,8 +124,8 @@ def mark_as_view(
         and is_fw_differentiable
         and not alias_storage
         and _is_plain(t, base)
+        and _mark_plain(t, base)
     ):
-        _mark_plain(t, base)
         return t
     check_tensors(t, base)
     if base.is_inference():
@@ -134,13 +135,15 @@ def mark_as_view(
     creation_meta = checked_creation_meta(creation_meta, is_bw_differentiable)
     check_metadata(t, base)
     check_memory(t, base, alias_storage)
+    if view_fn is None and is_bw_differentiable:
+        view_fn = fn_for_nested(t, base)
     # Marking never looks at storage, so that comes last: whatever raises before left t as it was.
     if is_bw_differentiable and is_fw_differentiable and view_fn is None:
         _mark_strided(t, base, creation_meta)
     else:
         _mark_other(t, base, is_bw_differentiable, is_fw_differentiable, view_fn, creation_meta)
     if alias_storage and not shares_storage(t, base):
-        _torch.set_storage_of(t, base)
+        set_storage_of(t, base)
     return t
 
 
@@ -189,11 +192,14 @@ def _is_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
         return False
 
 
-def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
+def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> bool:
+    """Mark t, unless one of the two turns out to be nested."""
     below = is_excluded(AUTOGRAD)  # as inference mode is, too
     if not torch.is_grad_enabled() or (below and torch.is_inference_mode_enabled()):
+        if t.is_nested or base.is_nested:
+            return False
         _mark_strided(t, base, _DEFAULT)
-        return
+        return True
     try:
         if below:
             with _torch.above_autograd():
@@ -201,7 +207,10 @@ def _mark_plain(t: torch.Tensor, base: torch.Tensor) -> None:
         else:
             as_view_strided(t, base)
     except RuntimeError as error:
+        if t.is_nested or base.is_nested:
+            return False
         raise refined(error, t) from None
+    return True
 
 
 def _mark_strided(t: torch.Tensor, base: torch.Tensor, creation_meta: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from . import _torch
 from ._torch import CreationMeta
 from ._torch.view_fn import as_view_with_fn
-from .aliasing import brief, dims, shares_or_unknown
+from .aliasing import brief, dims, shape_of, shares_or_unknown
 from .errors import AliasingError, ViewTrackError
 from .markable import native, propagated
 
@@ -99,8 +99,8 @@ class Replay:
     def __init__(self, view_fn: ViewFn, t: torch.Tensor, base: torch.Tensor) -> None:
         self.view_fn = view_fn
         self.ready: torch.Tensor | None = None
-        self.like = (t.shape, t.dtype)
-        self.base_like = (base.shape, base.dtype)
+        self.like = (shape_of(t), t.dtype)
+        self.base_like = (shape_of(base), base.dtype)
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
         """What native is to take for the view: a result that may be written."""
@@ -131,7 +131,8 @@ class Replay:
             raise ViewTrackError(
                 f"{self._who()} returned {type(out).__name__}; it must return a tensor"
             )
-        if (base.shape, base.dtype) == self.base_like and (out.shape, out.dtype) != self.like:
+        like = (shape_of(out), out.dtype)
+        if (shape_of(base), base.dtype) == self.base_like and like != self.like:
             shape, dtype = self.like
             raise ViewTrackError(
                 f"{self._who()} returned {brief(out)} where the view that was marked with it is "
@@ -154,7 +155,7 @@ class Replay:
         """Refuse a result that lies elsewhere in base than t does, where that can be told."""
         if type(out) is not torch.Tensor or type(t) is not torch.Tensor or not t.numel():
             return
-        if out.layout is not torch.strided or t.layout is not torch.strided:
+        if out.layout is not torch.strided or t.layout is not torch.strided or t.is_nested:
             return
         if _place(out) != _place(t):
             raise ViewTrackError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from .aliasing import shape_of
 from .errors import MutatedTensorError
 from .fingerprint import fingerprint, same_bytes
 from .info import version
@@ -112,7 +113,7 @@ class Watch:
         self._shape: tuple[torch.dtype, Any] | None = None
         self._region: Region | None = None
         if counter is not None:
-            self._shape, self._region = (t.dtype, t.size()), region_of(t)
+            self._shape, self._region = (t.dtype, shape_of(t)), region_of(t)
         self._last = version(t)
         self._last_write: tuple[str, Site] | None = None
         self._reached: list[tuple[Write, int | None]] | None = None
@@ -144,7 +145,7 @@ class Watch:
     @property
     def saved(self) -> Saved:
         """The record of what is kept."""
-        dtype, shape = self._shape or (self.tensor.dtype, self.tensor.size())
+        dtype, shape = self._shape or (self.tensor.dtype, shape_of(self.tensor))
         return Saved(self._op, dtype, tuple(shape), self._place)
 
     @property

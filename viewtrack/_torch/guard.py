@@ -20,10 +20,12 @@ from . import (
     QuietMode,
     TensorBase,
     TorchDispatchMode,
+    as_view_version_only,
     is_excluded,
     no_torch_function,
     set_excluded,
 )
+from .nested import is_strided_nested
 
 __all__ = [
     "POLICY_IN_FORWARD_ONLY",
@@ -115,10 +117,14 @@ def counter_of(t: torch.Tensor) -> torch.Tensor:
     counter where that key is excluded.
     """
     with no_torch_dispatch(), no_torch_function(), torch.no_grad():
+        if is_strided_nested(t):  # it has no `set_`
+            counter = torch.empty(0)
+            as_view_version_only(counter, t)
+            return counter
         was = is_excluded(ADINPLACEORVIEW)
         try:
             set_excluded(ADINPLACEORVIEW, False)
-            counter: torch.Tensor = TensorBase.detach(t)
+            counter = TensorBase.detach(t)
             set_excluded(ADINPLACEORVIEW, True)
             counter.set_()  # type: ignore[call-overload]
         finally:

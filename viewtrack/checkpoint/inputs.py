@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..aliasing import shape_of
 from ..ledger import key_of
 from ..mutation_text import Mutation, brief, mutation_error
 from ..operands import tensors
@@ -136,7 +137,7 @@ def _is_same(old: Any, now: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, weakref.ref):
         t = value()
-        return "another tensor" if t is None else brief(t.dtype, t.shape)
+        return "another tensor" if t is None else brief(t.dtype, shape_of(t))
     if isinstance(value, torch.Tensor):
-        return brief(value.dtype, value.shape)
+        return brief(value.dtype, shape_of(value))
     return value if value is _ABSENT else repr(value)
