@@ -141,10 +141,14 @@ def custom_op_body(qualified: str) -> Callable[..., Any] | None:
 
 
 def defined_at(qualified: str) -> str | None:
-    """``file:line`` of the registration of an op's schema, as the dispatcher prints it, or None."""
+    """``file:line`` of the registration of an op's schema, as the dispatcher prints it, or None.
+
+    Of ops that Python defined it does not know in 2.6; it does in 2.9.
+    """
     for line in _C._dispatch_dump(qualified).splitlines():
-        if line.startswith("debug: registered at "):
-            return str(line.removeprefix("debug: registered at "))
+        place = str(line.removeprefix("debug: registered at "))
+        if place != line:
+            return place if not place.startswith("/dev/null:") else None
     return None
 
 

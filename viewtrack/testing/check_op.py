@@ -15,12 +15,12 @@ from typing import Any
 from .. import _torch
 from .._torch import library as _torch_library
 from ..errors import ViewTrackError
-from ..library import CustomOp
 from ..library.customop import body_of
 from ..plan import plan_of
 from ..site import caller
 from .checked_call import Checked, CheckedCall, Fenced, unwritten
 from .findings import Finding, once
+from .named_ops import overload_of
 
 
 def check_op(op: Any, *inputs: Any, notes: bool = False) -> list[Finding]:
@@ -57,30 +57,6 @@ def check_op(op: Any, *inputs: Any, notes: bool = False) -> list[Finding]:
         findings += _calls(checked, index, *_arguments(given))
     findings += unwritten(checked)
     return [finding for finding in once(findings) if notes or not finding.is_note]
-
-
-def overload_of(op: Any) -> Any:
-    """The OpOverload that is meant.
-
-    Raises:
-        ViewTrackError: there is none, or there are several.
-    """
-    try:
-        found = _torch_library.lookup(op) if isinstance(op, str) else op
-        if isinstance(found, CustomOp):
-            found = found.op
-        overload = _torch_library.overload_of(found)
-    except AttributeError:
-        raise ViewTrackError(
-            f"check_op: there is no op `{op}`; define it first, and import the module or load the "
-            f"library that does"
-        ) from None
-    if overload is None:
-        raise ViewTrackError(
-            f"check_op: `{op}` does not name one op; pass an overload, as in "
-            f"torch.ops.mylib.name.default"
-        )
-    return overload
 
 
 def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -132,10 +132,9 @@ class CheckedCall:
             yield from check_outputs(self, out)
             return
         yield from self._written(counted=False)
-        mismatch = "Unable to cast" in text or "to return None" in text
         line = _line_of(error)
         yield self.finding(
-            "wrong output" if mismatch else "error", None, None,
+            "wrong output" if is_misfit(error) else "error", None, None,
             f"raised {type(error).__name__}{self.how}{line}: {text}",
         )  # fmt: skip
 
@@ -228,6 +227,12 @@ def unwritten(checked: Checked) -> Iterator[Finding]:
                 f"wrote argument `{argument}` for no input, and its schema says that it does; "
                 f"leave out the `!` if it never does, or give inputs for which it does",
             )  # fmt: skip
+
+
+def is_misfit(error: Exception) -> bool:
+    """Whether an error is the dispatcher's, about outputs of other kinds than the schema has."""
+    text = str(error)
+    return "Declaration: " not in text and ("Unable to cast" in text or "to return None" in text)
 
 
 class Fenced(Exception):

@@ -62,10 +62,17 @@ class Finding:
         return self.kind in _NOTES
 
     def __str__(self) -> str:
+        return self.text(f"input {self.input}, called at {self.site}")
+
+    def text(self, place: str) -> str:
+        """The finding as a sentence.
+
+        Args:
+            place: what to say of the call.
+        """
         defined = f"; defined at {self.definition}" if self.definition else ""
         note = "note: " if self.is_note else ""
-        place = f"(input {self.input}, called at {self.site}{defined})"
-        return f"{note}`{self.op}` {self.message} {place}"
+        return f"{note}`{self.op}` {self.message} ({place}{defined})"
 
 
 def once(findings: Iterable[Finding]) -> list[Finding]:
