@@ -208,6 +208,34 @@ def test_reshape_records_what_it_records_without_a_mode():
         assert x.reshape(2, 3).grad_fn.name() == stock
 
 
+class _Subclass(torch.Tensor):
+    pass
+
+
+@limit
+def test_a_subclass_is_constructed_by_its_class():
+    with vt.track():
+        assert _succeeds(lambda: _Subclass(torch.ones(2)))
+
+
+def test_a_subclass_is_made_in_the_other_ways():
+    with vt.track():
+        assert type(torch.ones(2).as_subclass(_Subclass)) is _Subclass
+        assert type(torch.Tensor._make_subclass(_Subclass, torch.ones(2))) is _Subclass
+
+
+@limit
+def test_a_compiled_view_without_grad_has_no_history():
+    def f(x):
+        y = x * 2
+        with torch.no_grad():
+            return y, y[0]
+
+    x = torch.ones(3, requires_grad=True)
+    with vt.track():
+        assert torch.compile(f, backend="aot_eager")(x)[1].grad_fn is None
+
+
 def _hazards_of_a_cached_product(write, *, keep, answer):
     """The hazards where a handler keeps something of a product, and answers the next with it."""
 

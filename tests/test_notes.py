@@ -188,3 +188,13 @@ def test_detaching_a_view_in_place_is_told_of_the_way() -> None:
     (note,) = error.value.__notes__
     assert "`out`" in note
     assert "viewtrack.detach_" in note
+
+
+def test_a_subclass_made_by_its_class_is_told_of_the_way() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    with pytest.raises(RuntimeError, match="Creating a new Tensor subclass") as error, vt.track():
+        Mine(torch.ones(2))
+    (note,) = error.value.__notes__
+    assert "as_subclass" in note

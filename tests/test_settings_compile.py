@@ -12,6 +12,7 @@ from handlers import NoOp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import viewtrack as vt
+from viewtrack.observing import ObservingTracker
 
 
 @pytest.fixture(autouse=True)
@@ -174,18 +175,56 @@ def test_jit_script(way):
     check(way, program)
 
 
-def test_jit_trace():
-    """An error of torch's own, as under any dispatch mode: the tracer hands numbers to handlers."""
+def _uses_sizes(x):
+    return x.view(x.size(0), -1) * x.size(1) + x // x.shape[0]
 
+
+@pytest.mark.parametrize("fn", [_f, _uses_sizes])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+@each_way("handler", "full", "tracked")
+def test_jit_trace(way, fn, dtype):
+    """Torch checks a trace by running it; its interpreter hands sizes to handlers as numbers."""
+
+    def program():
+        traced = torch.jit.trace(fn, (torch.ones(2, 3, dtype=dtype),))
+        nodes = [node.kind() for node in traced.graph.nodes()]
+        return nodes, traced(torch.full((4, 3), 3, dtype=dtype))
+
+    check(way, program)
+
+
+def test_jit_trace_under_a_handler_of_the_users_fails_as_on_stock():
     def program():
         return attempt(lambda: torch.jit.trace(_f, (torch.ones(2, 2),)))
 
     with NoOp():
         want = program()
-    with vt.track():
+    with vt.track(), NoOp():
         got = program()
     assert got == want
     assert "instead found type 'int'" in got
+
+
+@pytest.mark.parametrize(
+    "tracker", [vt.track(), vt.track(views="full"), ObservingTracker("site", lambda *_: None)]
+)
+def test_a_traced_function_that_was_made_before(tracker):
+    traced = torch.jit.trace(_uses_sizes, (torch.ones(2, 3),))
+    x = torch.rand(4, 3, requires_grad=True)
+    want = traced(x)
+    with tracker:
+        same(traced(x), want)
+
+
+def test_errors_about_numbers_stay_those_of_stock():
+    def program():
+        return [
+            attempt(lambda: torch.ops.aten.view.default(2, [2])),
+            attempt(lambda: torch.ops.aten.sin.default(None)),
+            attempt(lambda: torch.ones(2).view(3)),
+        ]
+
+    check("track", program)
 
 
 def test_symbolic_trace():

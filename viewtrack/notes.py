@@ -37,6 +37,11 @@ _KINDS = (
     ("inference mode", "INFERENCE_MODE"),
 )
 
+_CONSTRUCTED = (
+    "viewtrack: torch refuses this under any dispatch mode, and a tracker is one; "
+    "`t.as_subclass(cls)` makes a tensor of a subclass all the same"
+)
+
 
 def add_notes(error: BaseException | None, traceback: TracebackType | None) -> None:
     """Tell what is known of the tensors at hand, if the error is about an in-place op.
@@ -50,6 +55,8 @@ def add_notes(error: BaseException | None, traceback: TracebackType | None) -> N
         lines = _refused(text, traceback) if "is being modified" in text else _writes(traceback)
     elif "detach views in-place" in text:
         lines = _not_detached(traceback)
+    elif text.startswith("Creating a new Tensor subclass"):
+        lines = iter((_CONSTRUCTED,))
     else:
         return
     for line in lines:

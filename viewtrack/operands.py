@@ -128,3 +128,23 @@ def is_complex(args: Any) -> bool:
 def written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
     """The tensors that the op writes, with the arguments that they were passed for."""
     return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
+
+
+def with_tensors_for_numbers(plan: Plan, args: Any, error: RuntimeError) -> Any:
+    """An op's arguments with tensors where it was given numbers for them, if it failed for that.
+
+    A tensor that TorchScript made of a number, a size say, comes to a handler as a number again,
+    which few ops take in its place.
+
+    Args:
+        plan: the plan of the op.
+        args: the positional arguments that it was called with.
+        error: what it raised.
+
+    Returns:
+        The positional arguments to call it with, or None if it failed for something else.
+    """
+    numbers = {a.index for a in plan.arguments if isinstance(a.of(args, {}), (int, float, complex))}
+    if not numbers or "Unable to cast" not in str(error):
+        return None
+    return tuple(torch.tensor(arg) if i in numbers else arg for i, arg in enumerate(args))

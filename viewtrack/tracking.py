@@ -17,7 +17,13 @@ from . import _torch
 from ._torch import ADINPLACEORVIEW, is_excluded, set_excluded
 from .info import version
 from .ledger import ledger
-from .operands import first_tensor, join_views, only_plain, written
+from .operands import (
+    first_tensor,
+    join_views,
+    only_plain,
+    with_tensors_for_numbers,
+    written,
+)
 from .plan import Argument, Plan
 from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
 from .stand_in import with_a_frame
@@ -61,9 +67,14 @@ class TrackingMode(_torch.QuietMode):
             step, plan = chosen[op] = choose(func)
         if types and not only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
-        if step is None:
-            return op(*args, **kwargs) if kwargs else op(*args)
-        return step(self, plan, op, args, kwargs or {})
+        try:
+            if step is None:
+                return op(*args, **kwargs) if kwargs else op(*args)
+            return step(self, plan, op, args, kwargs or {})
+        except RuntimeError as error:
+            if (taken := with_tensors_for_numbers(plan, args, error)) is None:
+                raise
+        return TrackingMode.__torch_dispatch__(self, func, types, taken, kwargs)
 
     def _on_subclass(self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         """Let the handler of a wrapper subclass run with this mode active.
