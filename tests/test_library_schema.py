@@ -1,5 +1,8 @@
 """Schemas and bodies that make no sense: what is said about them, and when."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from library_ops import CONTEXTS, fresh
@@ -152,6 +155,79 @@ def test_a_library_owns_the_registration():
     assert not hasattr(torch.ops.vtowned, "one")
     with pytest.raises(ViewTrackError, match="`lib` is of the namespace `vtowned`"):
         library.view_op("vtother::one(Tensor(a) x) -> Tensor(a)", lambda x: x[:1], lib=lib)
+
+
+@pytest.mark.parametrize("how", ["destroyed", "defined again"])
+def test_an_op_that_is_gone_says_so(how):
+    lib = torch.library.Library("vtgone", "FRAGMENT")
+    given = {} if how == "defined again" else {"lib": lib}
+    schema = "vtgone::one(Tensor(a) x) -> Tensor(a)"
+    op = library.view_op(schema, lambda x: x[:1], **given)
+    assert op(torch.ones(3)).shape == (1,)
+    if how == "defined again":
+        again = library.view_op(schema, lambda x: x[:2])
+        assert again(torch.ones(3)).shape == (2,)
+    else:
+        lib._destroy()
+    with pytest.raises(ViewTrackError, match=r"`vtgone::one`.*is gone.*was destroyed.*again"):
+        op(torch.ones(3))
+    with pytest.raises(ViewTrackError, match=r"`vtgone::one`.*is gone"):
+        op.register_fake(lambda x: x[:1])
+    lib._destroy()
+    with pytest.raises(ViewTrackError, match="`lib` was destroyed"):
+        library.view_op("vtgone::two(Tensor(a) x) -> Tensor(a)", lambda x: x[:1], lib=lib)
+
+
+def test_a_library_is_not_kept_alive_by_its_ops():
+    lib = torch.library.Library("vtmortal", "FRAGMENT")
+    op = library.view_op("vtmortal::one(Tensor(a) x) -> Tensor(a)", lambda x: x[:1], lib=lib)
+    assert op(torch.ones(3)).shape == (1,)
+    seen = weakref.ref(lib)
+    del lib
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(ViewTrackError, match=r"`vtmortal::one`.*is gone"):
+        op(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "body", "says"),
+    [
+        ("Tensor(a) x, int n", lambda x: x, r"takes \(x\).*too many positional.*\(x, n\)"),
+        ("Tensor(a) x", lambda x, n: x, r"takes \(x, n\).*missing a required argument: 'n'"),
+        ("Tensor(a) x, *, int n", lambda x: x, r"unexpected keyword.*'n'.*\(x, \*, n\)"),
+        ("Tensor(a) x, *, int n", lambda x, m: x, r"missing a required argument: 'm'"),
+        ("Tensor(a) x, int n", lambda x, *, n: x, r"too many positional"),
+        ("Tensor(a) x, int n", lambda n, x: x, r"`n` comes where `x` is passed.*\(x, n\)"),
+    ],
+)
+def test_a_body_that_takes_other_arguments_is_refused_at_registration(arguments, body, says):
+    schema = fresh(f"({arguments}) -> Tensor(a)")
+    name = schema.partition("(")[0]
+    with pytest.raises(ViewTrackError, match=rf"`{name}` \(.*\.py:\d+\): its body .*{says}"):
+        library.view_op(schema, body)
+    assert not hasattr(torch.ops.vtlib, name.partition("::")[2])
+
+
+def test_other_functions_of_an_op_must_take_its_arguments_too():
+    op = library.view_op(fresh("(Tensor(a) x, int n) -> Tensor(a)"), lambda x, n: x[:n])
+    with pytest.raises(ViewTrackError, match="its kernel takes"):
+        op.register_kernel("cpu", lambda x: x)
+    with pytest.raises(ViewTrackError, match="its fake implementation takes"):
+        op.register_fake(lambda x: x)
+    with pytest.raises(ViewTrackError, match="its batching rule takes"):
+        op.register_vmap(lambda info, x, n: x)
+    op.register_vmap(lambda info, in_dims, x, n: x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [lambda x, k: x[:k], lambda *args: args[0][: args[1]], lambda x, n, more=0: x[:n]],
+    ids=["other names", "all", "one with a default"],
+)
+def test_a_body_may_take_its_arguments_as_it_likes(body):
+    op = library.view_op(fresh("(Tensor(a) x, int n) -> Tensor(a)"), body)
+    assert op(torch.ones(3), 2).shape == (2,)
 
 
 def test_overloads():

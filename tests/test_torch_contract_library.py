@@ -1,5 +1,6 @@
 """What `viewtrack/_torch/library.py` relies on, and does, on this torch."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,22 @@ def test_a_fake_stand_in_is_like_its_tensor(needs):
     assert (fake.is_conj(), fake.is_neg(), fake.requires_grad) == (True, True, needs)
     assert not fake._is_view()
     assert fake.mul_(2) is fake  # a leaf that requires grad would refuse
+
+
+@pytest.mark.parametrize("how", ["destroyed", "died"])
+def test_the_end_of_a_library_is_heard(how):
+    lib = torch.library.Library("vtend", "FRAGMENT")
+    heard = []
+    _torch_library.on_destroy(lib, lambda: lambda: heard.append("end"))
+    _torch_library.on_destroy(lib, lambda: None)  # a weak reference whose object is gone
+    assert not _torch_library.is_destroyed(lib)
+    if how == "destroyed":
+        lib._destroy()
+        assert _torch_library.is_destroyed(lib)
+    else:
+        del lib
+        gc.collect()
+    assert heard == ["end"]
 
 
 def test_single_level_functions_are_allowed_inside_only():

@@ -175,6 +175,31 @@ def destroy(lib: torch.library.Library) -> None:
     lib._destroy()
 
 
+def is_destroyed(lib: torch.library.Library) -> bool:
+    """Whether all that was registered in a library was taken back."""
+    return lib.m is None
+
+
+def on_destroy(lib: torch.library.Library, find: Callable[[], Callable[[], None] | None]) -> None:
+    """Call what `find` gives once the library is destroyed, or dies: a weak reference will do.
+
+    Whatever `find` holds on to is held as long as the library, which it must not keep alive.
+    """
+    lib._registration_handles.append(_Handle(find))  # type: ignore[arg-type]
+
+
+class _Handle:
+    """Stands with the handles of fake implementations, which are destroyed with the library."""
+
+    def __init__(self, find: Callable[[], Callable[[], None] | None]) -> None:
+        self._find = find
+
+    def destroy(self) -> None:
+        found = self._find()
+        if found is not None:
+            found()
+
+
 def impl(lib: torch.library.Library, name: str, kernel: Any, key: str) -> None:
     """Register a kernel that takes the key set, in the place of an older one if there is one."""
     torch.library._impls.discard(f"{lib.ns}/{name.partition('::')[2]}/{key}")  # refused before 2.9

@@ -12,18 +12,24 @@ from .._torch.dynamo import skip_dynamo
 from ..errors import AliasingError, ViewTrackError
 from ..info import version
 from .relations import is_wrapper
+from .signature import check_signature
 from .spec import Body, Leaf, Spec
 
 Inputs = list[tuple[str, torch.Tensor]]
 
 
-def checked_body(spec: Spec, fn: Body) -> Body:
+def checked_body(spec: Spec, fn: Body, what: str = "body") -> Body:
     """`fn`, called with all arguments, whose outputs are laid out as the schema says.
 
     Args:
         spec: the op.
         fn: the user's function.
+        what: what it is to the op, for errors.
+
+    Raises:
+        ViewTrackError: it does not take the arguments of the schema.
     """
+    check_signature(spec.schema, f"`{spec.name}` ({spec.where})", fn, what)
 
     def body(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = spec.completed(args, kwargs)

@@ -18,6 +18,8 @@ from ..plan import forget
 from .checks import checked_body
 from .formula import Formula
 from .kernels import Kernels
+from .native import NativeKernels
+from .signature import check_signature
 from .spec import Body, Spec
 from .traced import define_companion, fake_of
 
@@ -34,7 +36,7 @@ class CustomOp:
 
     def __init__(self, spec: Spec, fn: Body) -> None:
         self._spec = spec
-        self._op = spec.op
+        self._op: Any = spec.op
         self._fn = fn
         self.__name__ = getattr(fn, "__name__", spec.name)
         self.__doc__ = getattr(fn, "__doc__", None)
@@ -58,7 +60,28 @@ class CustomOp:
     @property
     def op(self) -> Any:
         """The OpOverload."""
-        return self._op
+        return self._spec.op
+
+    def _end(self) -> None:
+        """The library that defined the op is gone, and a call through the OpOverload may crash."""
+        self._op = self._has_ended
+
+    def _has_ended(self, *args: Any, **kwargs: Any) -> Any:
+        raise ViewTrackError(
+            f"`{self._spec.name}` ({self._spec.where}) is gone: the library that defined it was "
+            f"destroyed, or the op was defined again; keep the library as long as the op, or call "
+            f"what defined it last"
+        )
+
+    def _check_takes(self, method: str) -> None:
+        if self._spec.plan.is_aten:
+            raise ViewTrackError(
+                f"`{self._spec.plan.name}` is torch's own op, of which only the writes are counted "
+                f"here; `{method}` is for ops of your own"
+            )
+        library = self._spec.library()
+        if library is None or _torch_library.is_destroyed(library):
+            self._has_ended()
 
     def register_kernel(self, device_types: str | Sequence[str], fn: Body | None = None) -> Any:
         """Register what runs for a device type; the body runs for the others.
@@ -72,10 +95,11 @@ class CustomOp:
         Returns:
             `fn`, or a decorator if it is left out.
         """
+        self._check_takes("register_kernel")
 
         def register(fn: Body) -> Body:
-            kernel = checked_body(self._spec, fn)
-            torch.library.impl(self._spec.name, device_types, kernel, lib=self._spec.lib)
+            kernel = checked_body(self._spec, fn, "kernel")
+            torch.library.impl(self._spec.name, device_types, kernel, lib=self._spec.library())
             return fn
 
         return register if fn is None else register(fn)
@@ -98,6 +122,7 @@ class CustomOp:
                 ``setup_context(ctx, inputs, keyword_only_inputs, output)``. A written argument has
                 its new value here. It may save tensors of `output`, and inputs.
         """
+        self._check_takes("register_autograd")
         jvp = self._spec.formula.jvp if self._spec.formula is not None else None
         self._spec.formula = Formula(backward, setup_context, jvp)
 
@@ -114,6 +139,7 @@ class CustomOp:
         Returns:
             `jvp`, so that this is a decorator too.
         """
+        self._check_takes("register_jvp")
         formula = self._spec.formula or Formula()
         self._spec.formula = Formula(formula.backward, formula.setup_context, jvp)
         return jvp
@@ -128,7 +154,8 @@ class CustomOp:
         Returns:
             `fn`, so that this is a decorator too.
         """
-        self._spec.fake = checked_body(self._spec, fn)
+        self._check_takes("register_fake")
+        self._spec.fake = checked_body(self._spec, fn, "fake implementation")
         return fn
 
     def register_vmap(self, fn: Body) -> Body:
@@ -141,6 +168,9 @@ class CustomOp:
         Returns:
             `fn`, so that this is a decorator too.
         """
+        self._check_takes("register_vmap")
+        where = f"`{self._spec.name}` ({self._spec.where})"
+        check_signature(self._spec.schema, where, fn, "batching rule", before=2)
         self._spec.vmap = fn
         return fn
 
@@ -193,7 +223,7 @@ def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> Cu
         _impl(spec, kernels.functionalize, "Functionalize")
         _impl(spec, kernels.batched, "FuncTorchBatched")
     if fake:
-        torch.library.register_fake(spec.name, fake_of(spec), lib=spec.lib)
+        torch.library.register_fake(spec.name, fake_of(spec), lib=spec.library())
     if not spec.views:
         spec.companion = define_companion(spec)
     forget(spec.op)
@@ -202,6 +232,16 @@ def install(custom: CustomOp, *, autograd: bool = True, fake: bool = True) -> Cu
     return custom
 
 
+def install_counting(custom: CustomOp) -> CustomOp:
+    """Register the kernels that an op of torch's own gets."""
+    spec = custom._spec
+    kernels = NativeKernels(spec)
+    _impl(spec, kernels.inplace_or_view, "ADInplaceOrView")
+    _impl(spec, kernels.bottom, "BackendSelect")
+    forget(spec.op)
+    return custom
+
+
 def _impl(spec: Spec, kernel: Any, key: str) -> None:
-    _torch_library.impl(spec.lib, spec.name, kernel, key)
+    _torch_library.impl(spec.library(), spec.name, kernel, key)
     skip_dynamo(kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
+from weakref import WeakMethod
 
 import torch
 
@@ -14,6 +15,7 @@ from ..plan import forget
 from .checks import checked_body
 from .customop import CustomOp, install
 from .schema import ANY, INPLACE, OUT, VIEW, checked_plan
+from .signature import check_signature
 from .spec import Body, Spec
 
 Decorator = Callable[[Body], CustomOp]
@@ -41,23 +43,42 @@ def _define(
                 f"viewtrack.library.{kind}: the body of `{plan.qualified}` must be callable, got "
                 f"{type(fn).__name__}"
             )
-        namespace, _, rest = schema.strip().partition("::")
-        library = lib if lib is not None else _own_library(namespace, plan.qualified)
-        if library.ns != namespace:
-            raise ViewTrackError(
-                f"viewtrack.library.{kind}: `lib` is of the namespace `{library.ns}`, and the op "
-                f"is `{plan.qualified}`; make it by torch.library.Library({namespace!r}, "
-                f"'FRAGMENT')"
-            )
+        where = f"`{plan.qualified}` ({_where(fn)})"
+        check_signature(_torch_library.parse_schema(schema), where, fn, "body")
+        library = _library_for(kind, plan.qualified, lib)
+        rest = schema.strip().partition("::")[2]
         library.define(rest, tags=(torch.Tag.pt2_compliant_tag, *tags))
         op = _torch_library.lookup(plan.qualified)
         forget(op)
         spec = Spec(op, plan, fn, _where(fn), is_out=kind == OUT, opaque=opaque, lib=library)
         spec.body = checked_body(spec, fn)
         library.impl(plan.qualified, spec.body, _torch_library.CompositeExplicit)
-        return install(CustomOp(spec, fn))
+        custom = CustomOp(spec, fn)
+        _torch_library.on_destroy(library, WeakMethod(custom._end))
+        return install(custom)
 
     return define if body is None else define(body)
+
+
+def _library_for(
+    kind: str, qualified: str, lib: torch.library.Library | None
+) -> torch.library.Library:
+    """The library to define an op in."""
+    namespace = qualified.partition("::")[0]
+    if lib is None:
+        return _own_library(namespace, qualified)
+    mend = f"make it by torch.library.Library({namespace!r}, 'FRAGMENT')"
+    if lib.ns != namespace:
+        raise ViewTrackError(
+            f"viewtrack.library.{kind}: `lib` is of the namespace `{lib.ns}`, and the op is "
+            f"`{qualified}`; {mend}"
+        )
+    if _torch_library.is_destroyed(lib):
+        raise ViewTrackError(
+            f"viewtrack.library.{kind}: `lib` was destroyed, so `{qualified}` cannot be defined in "
+            f"it; {mend}"
+        )
+    return lib
 
 
 _own: dict[str, torch.library.Library] = {}
@@ -121,8 +142,8 @@ def view_op(
             some). It must return views of what the schema says, for every shape. Made of
             differentiable view ops, it needs no gradient formula; if it hides the views from
             autograd, the gradient is taken from their geometry.
-        lib: the library that owns the registration; it ends when that is destroyed. Without it,
-            the op lives until it is defined again.
+        lib: the library that owns the registration; it ends when that is destroyed, or dies with
+            its last reference. Without it, the op lives until it is defined again.
         opaque: True if neither autograd nor a compiler must look into the body, since it works on
             raw memory. None lets viewtrack find out.
         tags: more ``torch.Tag``s of the op.

@@ -89,7 +89,7 @@ class Kernels:
         with _torch_library.below_inplace_or_view():
             out = spec.op.redispatch(keyset & _torch_library.after_inplace_or_view, *args, **kwargs)
         _share_versions(spec, args, kwargs, out)
-        _count(written, before)
+        count(written, before)
         return out
 
     def bottom(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,10 +117,7 @@ class Kernels:
         if call is not None:
             call.note(versions)
             return call.handed_up(out) if call.ran_inside else out
-        if versions == [version(t) for t in written] and written:
-            counted, _, _ = locate(sys._getframe(1), spec.bottom_plan, args, kwargs)
-            if not counted:
-                _count(written, versions)
+        count_below(spec, args, kwargs, written, versions)
         return out
 
     def functionalize(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,15 +166,28 @@ def _counted(call: Call, keyset: Any, written: list[torch.Tensor]) -> Any:
             out = traced.run_opaque(spec, args, kwargs)
         else:
             out = spec.op.redispatch(keyset & _torch_library.after_inplace_or_view, *args, **kwargs)
-    _count(written, before)
+    count(written, before)
     return out
 
 
-def _count(written: list[torch.Tensor], before: list[int | None]) -> None:
+def count(written: list[torch.Tensor], before: list[int | None]) -> None:
     """Move each counter that has not moved."""
     for t, was in zip(written, before, strict=True):
         if was is not None and version(t) == was:
             _increment_version(t)
+
+
+def count_below(
+    spec: Spec, args: Any, kwargs: Any, written: list[torch.Tensor], before: list[int | None]
+) -> None:
+    """Count a write that a handler issued, in the frame of a kernel that it reached.
+
+    Unless the handler stands for a native call, whose kernel above will count.
+    """
+    if written and before == [version(t) for t in written]:
+        counted, _, _ = locate(sys._getframe(2), spec.bottom_plan, args, kwargs)
+        if not counted:
+            count(written, before)
 
 
 def _share_versions(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,10 @@ from .._torch import library as _torch_library
 from .._torch.dynamo import skip_dynamo
 from .._torch.kernels import has_autograd_kernel
 from ..errors import ViewTrackError
-from .customop import CustomOp, install
+from ..plan import Plan, forget
+from .checks import checked_body
+from .customop import CustomOp, install, install_counting
+from .native import check_can_count
 from .schema import ANY, check_annotations
 from .spec import Body, Spec
 
@@ -31,37 +35,35 @@ def register(
     its fake implementation, and its Autograd kernel if it has one of its own; then its views may
     not be written in place, so rather let `CustomOp.register_autograd` have the formula.
 
+    Some of ATen's own ops that write have no such kernel either, those of the fused optimizers
+    among them. Registered, they count too, and remain torch's in all other respects. Where a
+    version of torch counts an op itself, nothing is done.
+
     Args:
         op: an OpOverload, a packet with one overload, ``"mylib::name.overload"``, or what
             ``torch.library.custom_op`` returns (above which this may stand as a decorator).
         body: what autograd, vmap and compilers are to see of it; the kernel of the backend itself
             if left out.
-        lib: the library that owns the registration; it ends when that is destroyed.
+        lib: the library that owns the registration; it ends when that is destroyed, or dies.
         opaque: as in `view_op`.
 
     Returns:
         The `CustomOp`, on which formulas can be registered.
 
     Raises:
-        ViewTrackError: there is no such op, it is torch's own or CompositeImplicitAutograd and
-            needs none, or its schema neither views nor writes.
+        ViewTrackError: there is no such op, it is CompositeImplicitAutograd and needs none, its
+            schema makes no sense, or it is torch's own and writes nothing that may be counted.
     """
     found = _lookup(op)
     plan = check_annotations(found._schema, ANY)
-    namespace = plan.qualified.partition("::")[0]
-    if plan.is_aten:
-        raise ViewTrackError(f"viewtrack.library.register: `{plan.name}` is torch's own op")
     if plan.is_composite:
         raise ViewTrackError(
             f"viewtrack.library.register: `{plan.qualified}` is CompositeImplicitAutograd: "
             f"autograd sees the ops that it is made of, so it needs no kernel of its own"
         )
-    if lib is None:
-        before = _libraries.pop(plan.qualified, None)
-        if before is not None:
-            _torch_library.destroy(before)
-        lib = torch.library.Library(namespace, "FRAGMENT")
-        _libraries[plan.qualified] = lib
+    if plan.is_aten:
+        return _register_native(found, plan, lib)
+    lib = lib if lib is not None else _own_library(plan.qualified)
     definition = _torch_library.custom_op_def(plan.qualified)
     foreign_autograd = definition is None and has_autograd_kernel(plan.qualified)
     is_out = bool(plan.writes) and all(a.kwarg_only for a in plan.writes)
@@ -74,9 +76,38 @@ def register(
         opaque=opaque,
         lib=lib,
     )
+    if body is not None:
+        spec.body = checked_body(spec, body)
     custom = CustomOp(spec, body or found)
+    _torch_library.on_destroy(lib, lambda: functools.partial(forget, found))
     fake = not _torch_library.has_fake(plan.qualified)
     return install(custom, autograd=not foreign_autograd, fake=fake)
+
+
+def _register_native(found: Any, plan: Plan, lib: torch.library.Library | None) -> CustomOp:
+    """Count what an op of torch's own writes, if torch does not do so itself."""
+    check_can_count(plan)
+    counts = _counts_itself.setdefault(plan.qualified, plan.has_native_kernel)
+    if lib is None and not counts:
+        lib = _own_library(plan.qualified)
+    spec = Spec(found, plan, found, _where(None, found), opaque=True, lib=lib)
+    custom = CustomOp(spec, found)
+    if counts or lib is None:
+        return custom
+    _torch_library.on_destroy(lib, lambda: functools.partial(forget, found))
+    return install_counting(custom)
+
+
+_counts_itself: dict[str, bool] = {}
+
+
+def _own_library(qualified: str) -> torch.library.Library:
+    """A library for one op, that lives until the op is registered again."""
+    before = _libraries.pop(qualified, None)
+    if before is not None:
+        _torch_library.destroy(before)
+    lib = _libraries[qualified] = torch.library.Library(qualified.partition("::")[0], "FRAGMENT")
+    return lib
 
 
 _libraries: dict[str, torch.library.Library] = {}

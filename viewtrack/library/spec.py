@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,8 @@ class Spec:
         formula: the user's gradient formula.
         fake: the user's fake implementation.
         vmap: the user's batching rule.
-        lib: the ``torch.library.Library`` that its kernels are registered in.
+        lib: the ``torch.library.Library`` that its kernels are registered in. They hold this spec,
+            so it does not hold the library, which ends the op when its owner lets it die.
         companion: the op that compilers are given where the body is opaque (`traced.py`).
         custom: the `CustomOp`, which lives as long as the kernels, which hold on to this.
         schema: the FunctionSchema.
@@ -50,7 +52,7 @@ class Spec:
     formula: Formula | None = None
     fake: Body | None = None
     vmap: Body | None = None
-    lib: Any = None
+    lib: InitVar[Any] = None
     companion: Any = None
     custom: Any = None
     schema: Any = field(init=False)
@@ -60,7 +62,8 @@ class Spec:
     views: dict[int, Output] = field(init=False)
     written: dict[int, Output] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lib: Any) -> None:
+        self.library: Callable[[], Any] = weakref.ref(lib) if lib is not None else lambda: None
         self.schema = self.op._schema
         self.bottom_plan = replace(self.plan, has_native_kernel=False)
         self.views = {output.index: output for output in self.plan.views}

@@ -217,7 +217,7 @@ def define_companion(spec: Spec) -> Any:
     fresh = [i for i in range(spec.plan.returns) if i not in spec.written]
     kinds = [str(spec.schema.returns[i].type) for i in fresh]
     returns = ", ".join(_TYPES.get(kind, kind) for kind in kinds)
-    lib = spec.lib
+    lib = spec.library()
     lib.define(f"{name}({arguments} -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, namespace), name).default
 
