@@ -11,6 +11,7 @@ from .._torch import library as _torch_library
 from .._torch.dynamo import skip_dynamo
 from ..errors import AliasingError, ViewTrackError
 from ..info import version
+from .inspection import inspected
 from .relations import is_wrapper
 from .signature import check_signature
 from .spec import Body, Leaf, Spec
@@ -202,6 +203,35 @@ def _mayshare_storage(t: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------ writes
+
+
+def check_overlap(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+    """Refuse to let a raw kernel write a tensor whose elements lie in one place, as `expand` makes.
+
+    Torch ops in a body refuse themselves, or know what they do (``fill_``).
+
+    Raises:
+        ViewTrackError: a written argument is such a tensor, and the kernel raw.
+    """
+    for argument, t in spec.writes(args, kwargs):
+        if not _overlaps_itself(t):
+            continue
+        is_seen = t.device.type not in spec.kernel_devices and not spec.opaque
+        if is_seen and inspected(spec, tensors, args, kwargs).untraceable is None:
+            return
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}): unsupported operation: more than one element of the "
+            f"written-to tensor `{argument.name}` refers to a single memory location (strides "
+            f"{t.stride()} of sizes {tuple(t.shape)}), and its kernel is raw. Please clone() the "
+            f"tensor before performing the operation"
+        )
+
+
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """As far as native's ``has_internal_overlap`` is sure of it."""
+    if t.layout is not torch.strided or is_wrapper(t) or t.numel() == 0:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(t.size(), t.stride(), strict=True))
 
 
 def check_undeclared_writes(

@@ -99,6 +99,8 @@ class CustomOp:
 
         def register(fn: Body) -> Body:
             kernel = checked_body(self._spec, fn, "kernel")
+            types = [device_types] if isinstance(device_types, str) else device_types
+            self._spec.kernel_devices.update(types)
             torch.library.impl(self._spec.name, device_types, kernel, lib=self._spec.library())
             return fn
 

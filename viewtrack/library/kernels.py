@@ -33,6 +33,7 @@ from . import traced
 from .call import Call, under_way
 from .checks import (
     check_aliases,
+    check_overlap,
     check_undeclared_writes,
     explain_refusal,
     share_storage,
@@ -100,6 +101,8 @@ class Kernels:
         before = [version(t) for t in tensors]
         written = [t for _, t in spec.writes(args, kwargs)]
         versions = [version(t) for t in written]
+        if written:
+            check_overlap(spec, tensors, args, kwargs)
         keyset = keyset & _torch_library.after_backend_select
         if call is not None and call.looks_inside and is_raw(spec, args, kwargs):
             call.looks_inside = False

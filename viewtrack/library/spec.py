@@ -36,6 +36,7 @@ class Spec:
         lib: the ``torch.library.Library`` that its kernels are registered in. They hold this spec,
             so it does not hold the library, which ends the op when its owner lets it die.
         companion: the op that compilers are given where the body is opaque (`traced.py`).
+        kernel_devices: the types of device that have a kernel of their own.
         custom: the `CustomOp`, which lives as long as the kernels, which hold on to this.
         schema: the FunctionSchema.
         only_views: whether running it again does no harm, and gives only views.
@@ -55,6 +56,7 @@ class Spec:
     lib: InitVar[Any] = None
     companion: Any = None
     custom: Any = None
+    kernel_devices: set[str] = field(default_factory=set)
     schema: Any = field(init=False)
     only_views: bool = field(init=False)
     returned: list[_Returned] = field(init=False)
