@@ -52,9 +52,14 @@ EXCEPTIONS = [
         "torch makes the result without writing it in place if any tensor is of a subclass",
     ),
     (
-        r"linalg\.eigh?|prod|cumprod|masked_fill|linalg\.(cond|norm.*|svdvals|matrix_norm)|norm\.nuc.*",
+        r"linalg\.eigh?|(masked\.)?prod|cumprod|masked_fill|linalg\.(cond|norm.*|svdvals|matrix_norm)|norm\.nuc.*",
         r"grad(\[\d+\])?|\w+\[\d+\]\.value",
         "torch takes another formula, or leaves out a check of values, for a subclass",
+    ),
+    (
+        r"matmul out",
+        r"\w+\[\d+\]\.value",
+        "torch folds the batch into one mm for a subclass, where out= otherwise makes it use bmm",
     ),
     (
         r"nn\.functional\.ctc_loss",
@@ -130,9 +135,17 @@ def compared(call, wrapper=vt.TrackedTensor):
     """How the call on wrapped tensors differs from the call on the tensors themselves."""
     expected = observe(call)
     apart = []
-    found = differences(call.name, expected, lambda: observe(wrapped(call, wrapper, apart)))
+
+    def on_wrappers():
+        return observe(wrapped(call, wrapper, apart))
+
+    found = differences(call.name, expected, on_wrappers)
     found = [d for d in found if not (d.what.endswith(".type") or only_shows_wrappers(d))]
     found = [d for d in found if is_steady(call, d)]
+    # Some kernels of LAPACK differ from themselves, in the last bit, once in a hundred calls.
+    for _ in range(3 if found else 0):
+        again = {d.what for d in differences(call.name, expected, on_wrappers)}
+        found = [d for d in found if d.what in again]
     return found + [Difference(call.name, "inner counter", w, i) for w, i in apart]
 
 

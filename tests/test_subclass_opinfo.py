@@ -37,9 +37,9 @@ def test_the_chosen_ops():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(32))
 def test_the_whole_database(part):
-    assert_the_same(sweep(start=part, every=8))
+    assert_the_same(sweep(start=part, every=32))
 
 
 def test_every_exception_has_a_reason():
