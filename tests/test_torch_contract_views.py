@@ -178,3 +178,14 @@ def test_data_of_a_nested_tensor_can_be_put_in_another_buffer():
     nested.data = _nested.view_of_buffer(buffer, _nested.geometry(nested))
     assert nested.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), HERE
     assert nested._version == 0, HERE
+
+
+def test_a_jagged_tensor_has_the_keys_of_nested_ones_and_a_view_op_for_its_values():
+    x = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=torch.jagged)
+    keys = torch._C._dispatch_keys(x)
+    assert keys | _nested.KEYS == keys, HERE
+    x.requires_grad_()
+    y = x * 1
+    assert _nested.values_of_jagged(y)._base is y, HERE
+    (_nested.values_of_jagged(x) * 2).sum().backward()
+    assert x.grad.values().tolist() == [[2.0] * 4] * 3, HERE

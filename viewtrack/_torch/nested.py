@@ -9,6 +9,14 @@ from typing import Any
 
 import torch
 
+from . import key_set
+
+KEYS = key_set("NestedTensor", "AutogradNestedTensor")
+"""What makes autograd choose the formulas of nested tensors, as a jagged one has it."""
+
+values_of_jagged = torch._nested_get_values
+"""The buffer of a jagged nested tensor, as a view; ``values`` itself has a formula for strided."""
+
 Geometry = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from .. import _torch
+from .._torch import nested
 from .._torch import subclass as _torch_subclass
+from ..errors import ViewTrackError
 from ..info import version
 from .correct import correct_aliasing
 from .running import run_counted
@@ -43,6 +45,7 @@ class TrackedTensor(torch.Tensor):
 
     Raises:
         TypeError: `inner` is no tensor.
+        ViewTrackError: `inner` is a nested tensor of layout strided.
     """
 
     counts_itself = True
@@ -60,6 +63,12 @@ class TrackedTensor(torch.Tensor):
     ) -> T:
         if not isinstance(inner, torch.Tensor):
             raise TypeError(f"`{cls.__name__}` wraps a tensor, got `{type(inner).__name__}`")
+        if nested.is_strided_nested(inner):
+            raise ViewTrackError(
+                f"`{cls.__name__}` cannot wrap a nested tensor of layout strided, which has no "
+                f"sizes to show; wrap `torch.nested.as_nested_tensor(t.unbind(), "
+                f"layout=torch.jagged)`"
+            )
         if requires_grad is None:
             requires_grad = inner.requires_grad
         self = _blank(cls, inner, dtype or inner.dtype, requires_grad)
@@ -100,6 +109,9 @@ class TrackedTensor(torch.Tensor):
         Returns:
             What the op returns: tensors of any class, or what is no tensor.
         """
+        if func is _NEW_EMPTY_STRIDED and args[0].unwrap().layout is torch.jagged:
+            # CopySlices asks for it after a write to `values()`, and NestedTensor does not have it.
+            func, args, kwargs = _EMPTY_LIKE, args[:1], {}
         wrappers = [t for t in _torch.tree_leaves((args, kwargs)) if cls._is_mine(t)]
         inner = _inner_as_required if func in _ASKS_REQUIRES_GRAD else TrackedTensor.unwrap
         inner_args, inner_kwargs = _torch.tree_map(
@@ -176,6 +188,12 @@ class TrackedTensor(torch.Tensor):
             history = ", requires_grad=True"
         return f"{type(self).__name__}({self._inner!r}{history})"
 
+    def values(self) -> torch.Tensor:
+        """The values of a sparse tensor, or the buffer of a nested one, as a view."""
+        if self._inner.layout is torch.jagged:
+            return nested.values_of_jagged(self)
+        return super().values()
+
     def tolist(self) -> Any:
         """The values as Python numbers, in nested lists."""
         return self._inner.tolist()
@@ -196,6 +214,9 @@ def _rebuild(cls: Any, inner: Any, dtype: Any, requires_grad: bool, state: Any) 
     new.__dict__.update(state)
     return new
 
+
+_NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
+_EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 # Its kernel makes what its backward reads only if its arguments require grad, and the backward does
 # not look: with inner tensors, which never do, it would read beyond an empty tensor.
@@ -238,6 +259,8 @@ def _geometry(inner: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     if inner.layout not in (torch.strided, torch.jagged):
         return asked
     nbytes = inner.untyped_storage().size()
+    if inner.layout is torch.jagged:
+        asked["_extra_dispatch_keys"] = nested.KEYS
     if dtype is not inner.dtype:  # as many elements, in the dtype that the wrapper shows
         nbytes = nbytes // inner.element_size() * dtype.itemsize
     return {
