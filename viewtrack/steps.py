@@ -313,6 +313,8 @@ def choose(func: Any) -> tuple[Step | None, Plan]:
     if plan.is_composite and plan.has_native_kernel and plan.writes:
         step = _decomposing(func)
     if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
+        if not plan.is_composite:
+            on_real[func._op] = step
         step = _resolving(step or _plain, always=plan.is_composite)
     return step, plan
 
@@ -357,4 +359,7 @@ def step_for(func: Any) -> tuple[Step | None, Plan]:
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
 chosen: dict[Any, tuple[Step | None, Plan]] = {}
-caches.append(chosen)
+
+#: The step of an op whose step resolves conj and neg bits, for when its arguments are real.
+on_real: dict[Any, Step | None] = {}
+caches.extend((chosen, on_real))

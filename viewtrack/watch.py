@@ -114,16 +114,20 @@ class Watch:
         self._region: Region | None = None
         if counter is not None:
             self._shape, self._region = (t.dtype, shape_of(t)), region_of(t)
-        self._last = version(t)
+        try:
+            self._last: int | None = t._version
+        except RuntimeError:  # an inference tensor
+            self._last = None
         self._last_write: tuple[str, Site] | None = None
         self._reached: list[tuple[Write, int | None]] | None = None
         self._aliases: dict[Any, str] | None = None
         self._more = 0
         self._content = content
         self._digest: Any = None
-        if content or not _fills(t):
+        self._key, fills = _key_and_whether_filled(t)
+        if content or not fills:
             self._digest = fingerprint(t)
-        self._key = key = key_of(t)
+        key = self._key
         others = watched.get(key)
         watched[key] = (weakref.ref(self),) if others is None else (*others, weakref.ref(self))
 
@@ -244,12 +248,15 @@ watched: dict[int, tuple[weakref.ref[Watch], ...]] = {}
 _lock = threading.RLock()
 
 
-def _fills(t: torch.Tensor) -> bool:
-    """Whether no byte of the storage lies outside of t; True where t has no storage."""
+def _key_and_whether_filled(t: torch.Tensor) -> tuple[int, bool]:
+    """The key of t's storage, and whether no byte of it lies outside of t, or there is none."""
     try:
-        return t.numel() * t.element_size() >= t.untyped_storage().nbytes()
+        if _torch.has_storage(t):  # of a lazy tensor nothing more may be asked
+            storage = t.untyped_storage()
+            return storage._cdata, t.numel() * t.element_size() >= storage.nbytes()
     except (RuntimeError, NotImplementedError):
-        return True
+        pass
+    return key_of(t), True
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:

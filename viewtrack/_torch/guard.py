@@ -22,17 +22,21 @@ from . import (
     TorchDispatchMode,
     as_view_version_only,
     is_excluded,
+    mode_stack_len,
     no_torch_function,
     set_excluded,
 )
 from .nested import is_strided_nested
 
 __all__ = [
+    "HOOKS_ARE_KNOWN",
     "POLICY_IN_FORWARD_ONLY",
     "CachedMode",
     "CachingMode",
     "cache_key",
     "counter_of",
+    "enter_mode",
+    "exit_mode",
     "is_compiling",
     "is_on_gloo",
     "is_stock_caching",
@@ -71,6 +75,11 @@ class CachedMode(QuietMode, _checkpoint._CachedTorchDispatchMode):
         self.func_counter: dict[Any, int] = {}  # from 2.13 on the parent's __enter__ clears it
 
 
+# The way to these by super() goes through three classes, which add nothing.
+enter_mode: Callable[[Any], Any] = TorchDispatchMode.__enter__
+exit_mode: Callable[..., None] = TorchDispatchMode.__exit__
+
+
 def is_stock_caching(context: Any) -> bool:
     """Whether a context is the first of torch's own pair."""
     return isinstance(context, _checkpoint._CachingTorchDispatchMode)
@@ -86,6 +95,8 @@ def is_compiling() -> bool:
 
     Torch's own checkpoint asks for PROXY alone; a trace has a first run without it.
     """
+    if not mode_stack_len():  # nearly always; it counts these too
+        return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
@@ -104,10 +115,15 @@ def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     return None if top is None else top(False)
 
 
+_user_hooks: Any = getattr(_checkpoint, "_current_user_saved_tensors_hooks", None)
+
+HOOKS_ARE_KNOWN = _user_hooks is not None
+"""Whether torch's selective checkpointing minds the user's saved-tensor hooks, as from 2.14 on."""
+
+
 def user_saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The same without checkpoint's own; None before 2.14, where nothing asks for it."""
-    ask = getattr(_checkpoint, "_current_user_saved_tensors_hooks", None)
-    return None if ask is None else ask()
+    """The same without checkpoint's own; None where nothing asks for it."""
+    return _user_hooks() if HOOKS_ARE_KNOWN else None
 
 
 def counter_of(t: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,21 +50,26 @@ class Cache:
     Attributes:
         entries: for each op its results, in order: a `Watch`, a `Kept` or a tensor, or a tree of
             these; or RECOMPUTE, or CONSUMED.
+        log: the ops that ran whose results a list of ops leaves out; they have no entries.
         inputs: what the region starts from, where that is watched.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.inputs = Inputs(options) if options.check_inputs else None
-        self.entries: dict[Any, list[Any]] = {}
+        self.entries: defaultdict[Any, list[Any]] = defaultdict(list)
+        self.log: list[Any] = []
 
     def keep(self, out: Any, op: str, place: Place, hooks: Any) -> Any:
         """Make an entry of what an op returned. Run it in a handler."""
         if type(out) is torch.Tensor and hooks is None:
-            t = detached(out)
-            if self.options.check == "off":
-                return t
-            return Watch(t, op, place, content=self.options.content)
+            set_excluded(ADINPLACEORVIEW, False)  # as `detached`
+            try:
+                t = _detach(out)
+            finally:
+                set_excluded(ADINPLACEORVIEW, True)
+            check = self.options.check
+            return t if check == "off" else Watch(t, op, place, content=check == "content")
         return _torch.tree_map(lambda x: self._keep_one(x, op, place, hooks), out)
 
     def _keep_one(self, x: Any, op: str, place: Place, hooks: Any) -> Any:

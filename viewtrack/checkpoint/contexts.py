@@ -13,20 +13,35 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from .._torch import guard as _torch_guard
-from .._torch.guard import POLICY_IN_FORWARD_ONLY
+from .._torch.guard import HOOKS_ARE_KNOWN, POLICY_IN_FORWARD_ONLY
 from ..mode import active, track
+from ..operands import is_complex
 from ..plan import Plan
 from ..site import place_of, user_frame
-from ..steps import step_for
+from ..steps import on_real, step_for
 from ..watch import note_alias, watched
 from .cache import CONSUMED, RECOMPUTE, Cache, hooks_for
+from .passing import (
+    STEP,
+    builtin,
+    enter,
+    has_no_result,
+    ignored_builtins,
+    in_recompute,
+    saved_and_table,
+    settle,
+    when_kept,
+    without_result,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,14 +52,6 @@ _Context: Any = torch_checkpoint.SelectiveCheckpointContext
 _CheckpointPolicy = torch_checkpoint.CheckpointPolicy
 _SAVING = (_CheckpointPolicy.MUST_SAVE, _CheckpointPolicy.PREFER_SAVE)
 
-_NO_CONTENT = {
-    f"aten::{name}"
-    for name in (
-        *("empty", "empty_like", "empty_permuted", "empty_strided"),
-        *("new_empty", "new_empty_strided"),
-    )
-}
-
 _MISMATCH = (
     "This can happen if the operations in the checkpointed region are nondeterministic or depend "
     "on global state that changed between forward and backward."
@@ -53,6 +60,10 @@ _EXTRA_TIME = (
     "Trying to backward an extra time. You are only allowed to backward once on any region "
     "computed under selective activation checkpoint."
 )
+
+
+_NONE: dict[Any, Any] = {}
+_NO_OPS: frozenset[Any] = frozenset()
 
 
 class _Regions(threading.local):
@@ -78,45 +89,67 @@ class CachingMode(_torch_guard.CachingMode):
         super().__init__()
         self.cache = cache
         self._entries = cache.entries
+        self._log = cache.log.append
         self._policy = policy
-        # The most frequent case has a way of its own through the handler: it costs half as much.
-        plain = POLICY_IN_FORWARD_ONLY and isinstance(policy, list) and cache.inputs is None
+        # A list has a way of its own through the handler, since nobody need be asked.
+        plain = POLICY_IN_FORWARD_ONLY and type(policy) is list and cache.inputs is None
         self._listed: Any = policy if plain else None
+        self._passing = _NONE
+        self._saved = _NO_OPS
         self._acts = False
 
     def __enter__(self) -> Self:
         self._acts = _regions.depth == 0
         _regions.depth += 1
+        if self._listed is not None:
+            # What the list says now holds for the whole region: entries are found by their order.
+            self._saved, self._passing = saved_and_table(self._listed)
         if self.cache.inputs is not None:
             self.cache.inputs.begin()
-        return super().__enter__()
+        _torch_guard.enter_mode(self)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         _regions.depth -= 1
         if self.cache.inputs is not None:
             self.cache.inputs.end()
-        super().__exit__(*exc)
+        _torch_guard.exit_mode(self, *exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types or self._listed is None or func in torch_checkpoint.SAC_IGNORED_OPS:
-            return self._run_and_ask(func, types, args, kwargs)
         try:
-            step, plan = step_for(func)
-        except AttributeError:  # a higher-order operator
+            op = func._op
+            run = self._passing[op]
+        except (AttributeError, KeyError):
+            run = None
+        if run is None or types or kwargs:
+            return self._look_closer(func, types, args, kwargs or {})
+        out = run(*args)
+        if out is NotImplemented:
+            return self._look_closer(func, types, args, {})
+        self._log(op)
+        return out
+
+    def _look_closer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        op = getattr(func, "_op", None)  # a higher-order operator has none
+        if op is None or types or self._listed is None or func in torch_checkpoint.SAC_IGNORED_OPS:
             return self._run_and_ask(func, types, args, kwargs)
-        op = func._op
-        saving = func in self._listed
-        # Above autograd a native kernel makes a view of the result; only a kept one needs more.
+        if op in self._saved and op in when_kept:
+            call, name = when_kept[op]
+            out = op(*args, **kwargs) if kwargs else call(*args)
+            self._entries[op].append(self._kept(name, out))
+            return out
+        if op not in self._passing:
+            enter(self._passing, func, self._saved)
+        step, plan = step_for(func)
+        saving = op in self._saved and not without_result[op]
         if step is None or (plan.views and not saving and not plan.writes):
             out = op(*args, **kwargs) if kwargs else op(*args)
         else:
             out = self._run_step(step, plan, op, args, kwargs)
-        entry = self._kept(func, out) if saving and not has_no_result(func) else RECOMPUTE
-        try:
-            self._entries[op].append(entry)
-        except KeyError:
-            self._entries[op] = [entry]
+        if saving:
+            self._entries[op].append(self._kept(plan.name, out))
+        else:
+            self._log(op)
         return out
 
     def _run_and_ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -130,12 +163,15 @@ class CachingMode(_torch_guard.CachingMode):
             self._policy, func, args, kwargs, is_recompute=False
         )
         out = self._run(func, types, args, kwargs)
-        if POLICY_IN_FORWARD_ONLY:
+        if self._listed is not None:
+            saving = builtin(func) in self._saved
+        elif POLICY_IN_FORWARD_ONLY:
             saving = asks_to_save(
                 self._policy, func, args, kwargs, is_recompute=False, op_output=out
             )
         if saving and not has_no_result(func):
-            self._file(func, args, self._kept(func, out))
+            name = step_for(func)[1].name if hasattr(func, "_op") else str(func)
+            self._file(func, args, self._kept(name, out))
         elif POLICY_IN_FORWARD_ONLY:
             self._file(func, args, RECOMPUTE)
         if inputs is not None:
@@ -170,17 +206,13 @@ class CachingMode(_torch_guard.CachingMode):
         with track(record="none"):
             return func(*args, **kwargs)
 
-    def _kept(self, func: Any, out: Any) -> Any:
+    def _kept(self, op: str, out: Any) -> Any:
         place = place_of(user_frame(sys._getframe(1)))
-        op = step_for(func)[1].name if hasattr(func, "_op") else str(func)
-        return self.cache.keep(out, op, place, hooks_for(self.respect_saved_tensors_hooks))
+        hooks = hooks_for(self.respect_saved_tensors_hooks) if HOOKS_ARE_KNOWN else None
+        return self.cache.keep(out, op, place, hooks)
 
     def _file(self, func: Any, args: Any, entry: Any) -> None:
-        key = key_in_cache(func, args)
-        try:
-            self.cache.entries[key].append(entry)
-        except KeyError:
-            self.cache.entries[key] = [entry]
+        self._entries[key_in_cache(func, args)].append(entry)
 
 
 class CachedMode(_torch_guard.CachedMode):
@@ -193,6 +225,7 @@ class CachedMode(_torch_guard.CachedMode):
         self.cache = cache
         self._entries = cache.entries
         self._policy = policy
+        self._next: dict[Any, Any] = {}
         self._acts = False
 
     def __enter__(self) -> Self:
@@ -202,18 +235,40 @@ class CachedMode(_torch_guard.CachedMode):
         self.func_counter.clear()
         self._acts = _regions.depth == 0
         _regions.depth += 1
-        return super().__enter__()
+        if self.cache.log:
+            self._expect()
+        _torch_guard.enter_mode(self)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         _regions.depth -= 1
-        super().__exit__(*exc)
+        _torch_guard.exit_mode(self, *exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            op = func._op
+            run = self._next[op]()
+        except (AttributeError, KeyError, StopIteration):
+            run = None
+        if run is None:
+            return self._look_closer(func, types, args, kwargs or {})
+        if types or kwargs or run is STEP:
+            return self._run(func, types, args, kwargs or {})
+        return run(*args)
+
+    def _expect(self) -> None:
+        """For each op that was not kept, what passes it on as often as the forward did."""
+        count = Counter(self.cache.log)
+        self._next = {op: repeat(in_recompute.get(op, STEP), n).__next__ for op, n in count.items()}
+        for op in ignored_builtins():
+            if op in in_recompute:
+                self._next[op] = repeat(in_recompute[op]).__next__
+
+    def _look_closer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in torch_checkpoint.SAC_IGNORED_OPS:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if types else self._run(func, types, args, kwargs)
         if POLICY_IN_FORWARD_ONLY:
-            entry = self._find(func, args)
+            entry = self._find(func, key_in_cache(func, args))
         else:
             entry = self._find_in_queue(func, args, kwargs)
         if entry is not RECOMPUTE:
@@ -226,7 +281,13 @@ class CachedMode(_torch_guard.CachedMode):
         except AttributeError:  # a higher-order operator
             return func(*args, **kwargs)
         if not types and not plan.writes:
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            op = func._op
+            if op not in in_recompute:
+                settle(func)
+            acts = self._acts and not active.trackers
+            if acts and step is not None and op in on_real and is_complex(args):
+                return step(active.mode, plan, op, args, kwargs)
+            return op(*args, **kwargs) if kwargs else op(*args)
         if not self._acts or active.trackers:
             return func(*args, **kwargs)
         if watched and not all(cls is torch.Tensor for cls in types):
@@ -236,17 +297,13 @@ class CachedMode(_torch_guard.CachedMode):
             return step(active.mode, plan, func._op, args, kwargs)
         return func(*args, **kwargs)
 
-    def _find(self, func: Any, args: Any) -> Any:
-        try:
-            key = func._op
-        except AttributeError:
-            key = _torch_guard.cache_key(func, args)
+    def _find(self, func: Any, key: Any) -> Any:
         counter = self.func_counter
         index = counter[key] = counter.get(key, -1) + 1
         try:
             entries = self._entries[key]
             entry = entries[index]
-        except LookupError:
+        except IndexError:
             raise RuntimeError(self._mismatch(func, key, index)) from None
         if entry is RECOMPUTE:
             return entry
@@ -256,7 +313,8 @@ class CachedMode(_torch_guard.CachedMode):
         return entry
 
     def _mismatch(self, func: Any, key: Any, index: int) -> str:
-        which = f" invocation index {index}" if key in self.cache.entries else ""
+        passed = self.cache.log.count(key)
+        which = f" invocation index {index + passed}" if passed or self._entries[key] else ""
         return f"{func}{which} encountered during backward but not found in storage. {_MISMATCH}"
 
     def _find_in_queue(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -270,22 +328,6 @@ class CachedMode(_torch_guard.CachedMode):
         if not entries:
             raise RuntimeError(_EXTRA_TIME)
         return entries.pop(0)
-
-
-def has_no_result(func: Any) -> bool:
-    """Whether an op gives back nothing but what it wrote, or memory without content.
-
-    The first cannot be handed out in place of the op, since its caller has the written tensor
-    already and does not look at what comes back. The second is written next. So neither is kept,
-    whatever the policy says. Torch keeps both, and then raises, or leaves out the write if its
-    check is off.
-    """
-    if not hasattr(func, "_op"):
-        return False
-    plan = step_for(func)[1]
-    if plan.qualified.partition(".")[0] in _NO_CONTENT:
-        return True
-    return bool(plan.writes) and len(plan.written) == plan.returns
 
 
 def asks_to_save(policy: Policy, func: Any, args: Any, kwargs: Any, **facts: Any) -> bool:
