@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +14,7 @@ import viewtrack as vt
 from viewtrack import testing
 from viewtrack.testing import compare, compare_below
 from viewtrack.testing.call import Call
+from viewtrack.testing.compare import Difference, is_steady
 from viewtrack.testing.observation import observe, same
 
 aten = torch.ops.aten
@@ -319,3 +321,22 @@ def test_conjugated_views_inside_an_op_are_resolved(fn):
 def test_public_names():
     assert set(testing.__all__) == {n for n in vars(testing) if n in testing.__all__}
     assert {"compare", "compare_below", "Difference"} <= set(testing.__all__)
+
+
+def test_what_stock_torch_gives_now_and_then_is_not_steady():
+    made = itertools.count(1)
+
+    def fickle(x):
+        return x + (next(made) % 12 == 0)
+
+    call = Call(fickle, (torch.ones(2),), {}, "fickle", "function")
+    expected = observe(call)
+    what = "out[0].value"
+    found = Difference("fickle", what, expected[what], None)
+    assert is_steady(call, found, runs=2)
+    assert not is_steady(call, found, runs=100)
+    assert is_steady(
+        Call(torch.neg, (torch.ones(2),), {}, "neg", "function"),
+        Difference("neg", what, -torch.ones(2), None),
+        runs=100,
+    )
