@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from library_ops import HIDDEN, axpy_, formula_head, formula_zero_, fresh, head, raw_zero_
 
 from viewtrack import ViewTrackError, library
@@ -155,6 +156,45 @@ def test_a_formula_is_not_passed_by_where_the_body_is_batched():
     assert grads.tolist() == [[100, 100, 0, 0]] * 2
     with pytest.raises(ViewTrackError, match="register_vmap"):
         torch.func.grad(lambda x: torch.func.vmap(op)(x * 1).sum())(BATCH)
+
+
+def _dual(fn, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+DERIVATIVES = {
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda fn, x: torch.func.jacfwd(lambda x: fn(x).sum())(x),
+    "dual": _dual,
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_no_derivative_over_vmap_passes_a_formula_by(derivative, levels):
+    op = library.op(fresh("(Tensor x) -> Tensor"), lambda x: x * 2)
+    op.register_autograd(lambda ctx, grad: grad * 10)
+    op.register_jvp(lambda ctx, tangent: tangent * 10)
+    batch, fn = BATCH, op
+    for _ in range(levels):
+        batch, fn = batch[None], torch.func.vmap(fn)
+    with pytest.raises(ViewTrackError, match=r"no batching rule.*register_vmap"):
+        derivative(fn, batch)
+    assert torch.equal(fn(batch), batch * 2)
+    assert torch.equal(derivative(lambda x: fn(batch) * x, batch), batch * 2)
+    if levels == 1:
+        op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
+        assert derivative(fn, batch).eq(10).all()
+
+
+def test_a_tangent_over_vmap_of_a_view_op_with_a_formula():
+    op = library.view_op(fresh("(Tensor(a) x, int n) -> Tensor(a)"), lambda x, n: x[:n])
+    op.register_autograd(lambda ctx, grad: (torch.cat([grad, grad.new_zeros(2)]), None))
+    out = torch.func.jvp(lambda x: torch.func.vmap(lambda x: op(x, 2))(x), (BATCH,), (BATCH,))
+    assert torch.equal(out[0], BATCH[:, :2])
+    assert torch.equal(out[1], BATCH[:, :2])
 
 
 def test_an_opaque_body_is_not_differentiated():

@@ -142,6 +142,23 @@ def test_single_level_functions_are_allowed_inside_only():
     assert (inside, allowed()) == ([True], False)
 
 
+def test_a_tangent_is_seen_through_the_wrappers_of_transforms():
+    seen = []
+
+    def fn(x):
+        seen.append(_torch_library.has_tangent_inside(x))
+        return x * 1
+
+    x = torch.ones(2, 3)
+    torch.func.vmap(fn)(x)
+    torch.func.jvp(torch.func.vmap(fn), (x,), (x,))
+    torch.func.jvp(lambda y: torch.func.vmap(fn)(x) * y, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        torch.func.vmap(fn)(torch.autograd.forward_ad.make_dual(x, x))
+        torch.func.vmap(fn)(x)
+    assert seen == [False, True, False, True, False]
+
+
 def test_a_gradient_is_seen_through_the_wrappers_of_transforms():
     asked = []
 

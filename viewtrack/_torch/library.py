@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -222,6 +223,26 @@ def needs_grad_inside(t: torch.Tensor) -> bool:
             return True
         t = _C._functorch.get_unwrapped(t)
     return t.requires_grad
+
+
+def has_tangent_inside(t: torch.Tensor) -> bool:
+    """Whether forward mode looks at a tensor from outside of vmap. For a FuncTorchBatched kernel.
+
+    Inside of vmap nobody can be asked for a tangent: what is at a level of jvp counts as dual, and
+    the tensor inside of all levels is asked in a thread where vmap is not.
+    """
+    functorch = _C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    duals = {i.level() for i in stack if i.key() == functorch.TransformType.Jvp}
+    while _torch.is_functorch_wrapped(t):
+        if functorch.maybe_get_level(t) in duals:
+            return True
+        t = functorch.get_unwrapped(t)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(_torch.tangent(t) is not None))
+    thread.start()
+    thread.join()
+    return found == [True]
 
 
 # ------------------------------------------------------------------------------ tensors

@@ -87,13 +87,22 @@ def run_body(spec: Spec, args: Any, kwargs: Any) -> Any:
 
 
 def check_formula_is_kept(spec: Spec, tensors: list[torch.Tensor]) -> None:
-    """Refuse to batch the body where a gradient would then pass the user's formula by.
+    """Refuse to batch the body where a gradient or tangent would then pass the user's formula by.
 
     Raises:
-        ViewTrackError: the op has a formula and no batching rule, and a gradient is asked for.
+        ViewTrackError: the op has a formula and no batching rule, and its derivative is asked for.
     """
-    hidden = spec.formula is not None or spec.opaque
-    if hidden and any(_torch_library.needs_grad_inside(t) for t in tensors):
+    if spec.formula is None and not spec.opaque:
+        return
+    asked = any(_torch_library.needs_grad_inside(t) for t in tensors)
+    if not asked and _torch.forward_ad_level() < 0:
+        return
+    # A view is linear in its base, so its tangent needs no formula.
+    asked = asked or (
+        not (spec.only_views and spec.formula is not None and spec.formula.jvp is None)
+        and any(_torch_library.has_tangent_inside(t) for t in tensors)
+    )
+    if asked:
         raise ViewTrackError(
             f"`{spec.name}` ({spec.where}) is opaque or has a gradient formula of its own, and has "
             f"no batching rule; give it one by `register_vmap`"
