@@ -151,6 +151,19 @@ def test_the_error_of_the_pairs_own_check_is_the_cause():
 
 
 @caching_pair
+@pytest.mark.parametrize("three_dimensions", [False, True])
+def test_the_content_level_names_the_line_too_where_the_pair_raises_first(pair, three_dimensions):
+    def region(x, w):
+        h = F.linear(x if three_dimensions else x[0], w)
+        F.silu(h, inplace=True)
+        return h.sin().sum()
+
+    error = error_of(region, guard(pair, check="content"))
+    assert [write.op for write in error.writes] == ["aten.silu_.default"]
+    assert error.writes[0].function == "region"
+
+
+@caching_pair
 def test_a_write_between_forward_and_backward(pair):
     kept = []
 

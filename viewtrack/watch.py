@@ -222,6 +222,11 @@ class Watch:
             return [], 0
         return found or [Write(RAW, "", UNKNOWN, "", now, now, None, 0)], more
 
+    def noted(self) -> list[Write]:
+        """The writes that a mode saw reach the kept bytes, whatever the bytes are by now."""
+        with _lock:
+            return [write for write, _ in self._reached or () if write.op != UNSEEN]
+
     def _catch_up(self, now: int) -> None:
         """Account for what happened to the counter since the last noted write."""
         last = self._last

@@ -29,6 +29,7 @@ from . import (
 from .nested import is_strided_nested
 
 __all__ = [
+    "HAS_EFFECTS",
     "HOOKS_ARE_KNOWN",
     "POLICY_IN_FORWARD_ONLY",
     "CachedMode",
@@ -39,6 +40,7 @@ __all__ = [
     "exit_mode",
     "is_compiling",
     "is_on_gloo",
+    "is_saved_unasked",
     "is_stock_caching",
     "no_torch_dispatch",
     "top_saved_tensors_hooks",
@@ -57,6 +59,30 @@ POLICY_IN_FORWARD_ONLY = (
 From 2.13 on the policy is asked in the forward only, after the op, and entries are found by index.
 Before, it is asked before the op in both passes, and entries are taken from a queue.
 """
+
+
+_is_cacheable_effect: Any = getattr(_checkpoint, "_is_cacheable_effect", None)
+
+HAS_EFFECTS = _is_cacheable_effect is not None
+"""Whether torch's selective checkpointing saves unasked what has an effect: from 2.15 on."""
+
+_with_effects: dict[str, Any] = torch._library.simple_registry.singleton._data
+
+
+def is_saved_unasked(op: Any, name: str, is_aten: bool) -> bool:
+    """Whether torch saves an op's result where the policy does not insist on a recompute.
+
+    Torch asks its registry, which costs as much as an op. Of ATen's ops, only those that the
+    registry knows can have an effect; of others, those that take an object of TorchBind as well.
+
+    Args:
+        op: the op.
+        name: its name, ``"aten::add_.Tensor"``.
+        is_aten: whether it is one of torch's own.
+    """
+    if not HAS_EFFECTS or (is_aten and name not in _with_effects):
+        return False
+    return bool(_is_cacheable_effect(op))
 
 
 class CachingMode(QuietMode, _checkpoint._CachingTorchDispatchMode):

@@ -14,6 +14,7 @@ from .._torch import ADINPLACEORVIEW, TensorBase, set_excluded
 from .._torch import guard as _torch_guard
 from ..site import Place
 from ..watch import Watch, parts
+from ..weak_watch import WeakWatch, is_watchable
 from .inputs import Inputs
 from .options import Options
 
@@ -34,14 +35,28 @@ _BYPASSED = (
 
 
 class Kept:
-    """A kept tensor that is more than one plain tensor: a wrapper with parts, or a packed one."""
+    """A kept tensor that is more than one plain tensor: a wrapper with parts, or a packed one.
 
-    __slots__ = ("unpack", "value", "watches")
+    Of what a hook has packed nothing is known until it is unpacked: it may be a copy, or the very
+    memory again, as with `save_on_cpu` for a tensor that is there already.
+    """
 
-    def __init__(self, value: Any, watches: list[Watch], unpack: Any) -> None:
+    __slots__ = ("packed_from", "unpack", "value", "watches")
+
+    def __init__(
+        self, value: Any, watches: list[Watch], packed_from: list[WeakWatch], unpack: Any
+    ) -> None:
         self.value = value
         self.watches = watches
+        self.packed_from = packed_from
         self.unpack = unpack
+
+    def watches_for(self, t: Any) -> Iterator[tuple[Watch, torch.Tensor]]:
+        """The watches on the memory that what was unpacked lies in, with the part of it."""
+        for part in parts(t):
+            for weak in self.packed_from:
+                if is_watchable(part) and weak.is_on(part):
+                    yield weak.watch, part
 
 
 class Cache:
@@ -77,13 +92,17 @@ class Cache:
             return x
         value: Any = detached(x)
         unpack = None
+        watches: list[Watch] = []
+        packed_from: list[WeakWatch] = []
+        watching, content = self.options.check != "off", self.options.content
         if hooks is not None:
+            if watching:
+                plain = [part for part in parts(value) if is_watchable(part)]
+                packed_from = [WeakWatch(part, op, place, content=content) for part in plain]
             value, unpack = hooks[0](value), hooks[1]
-        watches = []
-        if self.options.check != "off":
-            content = self.options.content
+        if watching:
             watches = [Watch(part, op, place, content=content) for part in parts(value)]
-        return Kept(value, watches, unpack)
+        return Kept(value, watches, packed_from, unpack)
 
     def take(self, entry: Any) -> Any:
         """What was kept, once it is sure that it is as it was."""
@@ -100,7 +119,13 @@ class Cache:
             return x.tensor if isinstance(x, Watch) else x
         if (found := self.options.mutation_of(x.watches)) is not None:
             self._report(found)
-        return x.value if x.unpack is None else x.unpack(x.value)
+        if x.unpack is None:
+            return x.value
+        t = x.unpack(x.value)
+        for watch, part in x.watches_for(t):
+            if found is None and (found := self.options.mutation_of((watch,), part)) is not None:
+                self._report(found)
+        return t
 
     def _report(self, first: Any) -> None:
         """One report for all that was written, so that nobody mends one line a run."""

@@ -22,7 +22,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from .._torch import guard as _torch_guard
-from .._torch.guard import HOOKS_ARE_KNOWN, POLICY_IN_FORWARD_ONLY
+from .._torch.guard import HAS_EFFECTS, HOOKS_ARE_KNOWN, POLICY_IN_FORWARD_ONLY
 from ..mode import active, track
 from ..operands import is_complex
 from ..plan import Plan
@@ -34,6 +34,7 @@ from .passing import (
     STEP,
     builtin,
     enter,
+    has_effect,
     has_no_result,
     ignored_builtins,
     in_recompute,
@@ -141,7 +142,7 @@ class CachingMode(_torch_guard.CachingMode):
         if op not in self._passing:
             enter(self._passing, func, self._saved)
         step, plan = step_for(func)
-        saving = op in self._saved and not without_result[op]
+        saving = self._saves(func, op) and not without_result[op]
         if step is None or (plan.views and not saving and not plan.writes):
             out = op(*args, **kwargs) if kwargs else op(*args)
         else:
@@ -164,7 +165,7 @@ class CachingMode(_torch_guard.CachingMode):
         )
         out = self._run(func, types, args, kwargs)
         if self._listed is not None:
-            saving = builtin(func) in self._saved
+            saving = self._saves(func, builtin(func))
         elif POLICY_IN_FORWARD_ONLY:
             saving = asks_to_save(
                 self._policy, func, args, kwargs, is_recompute=False, op_output=out
@@ -177,6 +178,10 @@ class CachingMode(_torch_guard.CachingMode):
         if inputs is not None:
             inputs.made(out)
         return out
+
+    def _saves(self, func: Any, op: Any) -> bool:
+        """Whether the result of an op is kept, where the policy is a list."""
+        return op in self._saved or (HAS_EFFECTS and has_effect(func))
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and not all(cls is torch.Tensor for cls in types):
@@ -341,9 +346,13 @@ def asks_to_save(policy: Policy, func: Any, args: Any, kwargs: Any, **facts: Any
         **facts: what its SelectiveCheckpointContext says.
     """
     if isinstance(policy, list):
-        return func in policy
-    answer = policy(_Context(**facts), func, *args, **kwargs)
-    return answer is True or answer in _SAVING
+        answer: Any = func in policy
+    else:
+        answer = policy(_Context(**facts), func, *args, **kwargs)
+    if answer is True or answer in _SAVING:
+        return True
+    insists = answer is _CheckpointPolicy.MUST_RECOMPUTE
+    return HAS_EFFECTS and not insists and has_effect(func)
 
 
 def key_in_cache(func: Any, args: Any) -> Any:

@@ -24,7 +24,7 @@ from ..mutation_text import Mutation
 from ..operands import is_any, tensors
 from ..overlap import region_of
 from ..site import place_of, user_frame
-from ..watch import parts
+from ..watch import Watch, parts
 from ..weak_watch import WeakWatch, is_watchable
 from .create import Contexts
 from .inputs import Inputs
@@ -104,14 +104,25 @@ class Made:
         found = self.options.mutation_of((weak.watch,), t)
         if found is None:
             return []
-        return [found, *self.mutations_by(weak.watch.saved.op)]
+        watches = self._watches_on(weak.watch.saved.op)
+        others = [self.options.mutation_of((w,)) for w in watches if not w.has_fingerprint]
+        return [found, *(mutation for mutation in others if mutation is not None)]
 
     def mutations_by(self, op: str) -> list[Mutation]:
-        """What reached the results of an op that somebody still keeps."""
-        weaks = [weak for found in self._by_storage.values() for weak in found]
-        watches = [weak.watch for weak in weaks if weak.watch.saved.op == op]
-        found = [self.options.mutation_of((w,)) for w in watches if not w.has_fingerprint]
+        """What was written of the results of an op, where somebody else knows that one was.
+
+        A watch has not the tensor that its fingerprint is of, so there the noted writes must do.
+        """
+        found = [
+            self.options.noted_on(w) if w.has_fingerprint else self.options.mutation_of((w,))
+            for w in self._watches_on(op)
+        ]
         return [mutation for mutation in found if mutation is not None]
+
+    def _watches_on(self, op: str) -> list[Watch]:
+        """The watches on the results of an op that somebody still keeps."""
+        weaks = [weak for found in self._by_storage.values() for weak in found]
+        return [weak.watch for weak in weaks if weak.watch.saved.op == op]
 
     def _forget(self, weak: WeakWatch) -> None:
         self._by_storage.pop(weak.watch.key, None)

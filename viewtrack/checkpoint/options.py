@@ -60,6 +60,11 @@ class Options:
                 return Mutation(watch, writes, more)
         return None
 
+    def noted_on(self, watch: Watch) -> Mutation | None:
+        """The writes that a mode saw reach a kept tensor, less what is allowed."""
+        writes = [write for write in watch.noted() if not is_allowed(write, self.allow)]
+        return Mutation(watch, writes) if writes else None
+
     def report(self, mutations: Sequence[Mutation], cause: BaseException | None = None) -> None:
         """Raise, warn or call, as was asked for."""
         self.react(mutation_error(_SUBJECT, mutations, _ALLOW), cause)

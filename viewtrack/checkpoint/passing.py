@@ -14,7 +14,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from .. import _torch
 from .._torch import ADINPLACEORVIEW, TensorBase, set_excluded
+from .._torch import guard as _torch_guard
 from .._torch.bindings import bindings
+from .._torch.guard import HAS_EFFECTS
 from ..mode import active
 from ..operands import is_complex
 from ..plan import Plan, caches
@@ -105,6 +107,13 @@ def has_no_result(func: Any) -> bool:
     return without_result[op]
 
 
+def has_effect(func: Any) -> bool:
+    """Whether torch keeps what an op returns unasked, since it must not be done twice."""
+    plan = step_for(func)[1] if hasattr(func, "_op") else None
+    name, is_aten = (plan.qualified, plan.is_aten) if plan is not None else ("", False)
+    return _torch_guard.is_saved_unasked(func, name, is_aten)
+
+
 def _if_real(call: Pass) -> Pass:
     """For an op whose kernel must not meet a lazy conjugate, and needs nothing else."""
 
@@ -188,5 +197,6 @@ def enter(table: dict[Any, Any], func: Any, saved: frozenset[Any]) -> None:
     op = func._op
     if op not in in_forward:
         settle(func)
-    passes = in_forward[op] is not STEP and op not in saved and op not in ignored_builtins()
+    kept = op in saved or op in ignored_builtins() or (HAS_EFFECTS and has_effect(func))
+    passes = in_forward[op] is not STEP and not kept
     table[op] = in_forward[op] if passes else None
