@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,6 +28,12 @@ from viewtrack.checkpoint import create_selective_checkpoint_contexts as ours
 from viewtrack.checkpoint import guard, install, uninstall
 
 stock = torch_checkpoint.create_selective_checkpoint_contexts
+
+
+# An argument of checkpoint() in newer releases.
+RUNS_TO_THE_END = (
+    {"early_stop": False} if "early_stop" in inspect.signature(checkpoint).parameters else {}
+)
 
 
 class Block(torch.nn.Module):
@@ -107,7 +114,7 @@ def every_other_matmul(recomputed_shapes):
     return make
 
 
-def titan(create, **options):
+def titan(create):
     def wrap(block):
         gate = block.gate.weight
         policy = every_other_matmul({gate.t().shape})
@@ -116,8 +123,7 @@ def titan(create, **options):
             context_fn=lambda: create(policy()),
             preserve_rng_state=True,
             determinism_check="default",
-            early_stop=False,
-            **options,
+            **RUNS_TO_THE_END,
         )
 
     return wrap
@@ -152,7 +158,7 @@ def test_checkpoint_wrapper_with_a_policy_that_counts(create):
 def test_checkpoint_wrapper_and_a_write(create):
     def wrap(block):
         context_fn = saving_up_projections(create)
-        return checkpoint_wrapper(block, context_fn=context_fn, early_stop=False)
+        return checkpoint_wrapper(block, context_fn=context_fn, **RUNS_TO_THE_END)
 
     assert names_the_line(error_of(wrap))
 
