@@ -6,7 +6,10 @@ import traceback
 import pytest
 import torch
 from library_ops import axpy_, double_rows, fresh, head, memset
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
+import viewtrack as vt
 from viewtrack import ViewTrackError, library
 from viewtrack.testing import check_op
 
@@ -266,3 +269,75 @@ def test_where_an_op_is_defined():
     assert not known or finding.definition.startswith(f"{__file__}:")  # where its library was made
     (finding,) = check_op(torch.ops.aten._unsafe_view.default, (torch.ones(2), [2]))
     assert finding.definition is None
+
+
+# Tensors that are not plain memory.
+
+
+def _nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+
+
+def _fake():
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+@torch.inference_mode()
+def _in_inference():
+    return torch.ones(2)
+
+
+EXOTIC = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: _nested(torch.strided),
+    "jagged": lambda: _nested(torch.jagged),
+    "zero tensor": lambda: torch._efficientzerotensor(3),
+    "copy on write": lambda: torch.ones(3)._lazy_clone(),
+    "tracked": lambda: vt.TrackedTensor(torch.ones(4)),
+    "two": lambda: TwoTensor(torch.ones(4), torch.ones(4)),
+    "fake": _fake,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+    "inference": _in_inference,
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("make", EXOTIC.values(), ids=EXOTIC)
+@pytest.mark.parametrize(
+    "op", [torch.ops.aten.detach.default, torch.ops.aten.clone.default], ids=["view", "copy"]
+)
+def test_views_and_copies_of_what_is_not_plain_are_clean(make, op):
+    assert check_op(op, (make(),)) == []
+
+
+@pytest.mark.parametrize("kind", ["csr", "nested", "jagged", "tracked", "two", "fake", "mkldnn"])
+def test_writes_to_what_is_not_plain_are_clean(kind):
+    assert check_op(torch.ops.aten.relu_.default, (EXOTIC[kind](),)) == []
+
+
+def test_parts_of_a_sparse_tensor_are_views_of_it():
+    aten = torch.ops.aten
+    sparse, csr = EXOTIC["sparse"](), EXOTIC["csr"]()
+    for op in (aten._values.default, aten._indices.default, aten.values.default):
+        assert check_op(op, (sparse,)) == []
+    for op in (aten.crow_indices.default, aten.values.default):
+        assert check_op(op, (csr,)) == []
+    copied = aten.transpose.int  # of a sparse tensor it is a copy, whatever it says
+    assert kinds(check_op(copied, (sparse, 0, 1))) == [("no view", "self", 0)]
+
+
+def test_raw_writes_to_what_is_wrapped_are_found():
+    op = defined("scrub(Tensor x) -> ()", memset)
+    for kind in ("two", "tracked"):
+        assert kinds(check_op(op, (EXOTIC[kind](),))) == [("undeclared write", "x", None)]
+
+
+def test_an_op_without_tensors():
+    kept = {}
+    op = defined("made(int n) -> Tensor", lambda n: torch.zeros(n), EVERYWHERE)
+    assert check_op(op, (3,), notes=True) == []
+    op = defined("kept(int n) -> Tensor", lambda n: kept.setdefault(n, torch.zeros(n)), EVERYWHERE)
+    assert kinds(check_op(op, (3,))) == [("kept memory", None, 0)]

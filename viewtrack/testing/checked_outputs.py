@@ -10,7 +10,7 @@ import torch
 
 from ..info import version
 from ..plan import Output
-from .copies import share_memory
+from .copies import may_share_memory, share_memory
 from .findings import Finding
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Outputs:
             ]
             for leaf in _leaves(output.index, self._outputs[output.index]):
                 base = next((b for b in bases if share_memory(leaf.t, b)), None)
-                if base is None and leaf.t.numel():
+                if base is None and leaf.t.numel() and not _lies_in_some(leaf.t, bases):
                     yield from self._no_view(leaf, output, names)
                 elif base is not None and not _share_counter(leaf.t, base):
                     yield self._finding(
@@ -176,6 +176,10 @@ def _leaves(index: int, value: Any) -> Iterator[_Leaf]:
         for position, t in enumerate(value):
             if isinstance(t, torch.Tensor):
                 yield _Leaf(index, f"output {index}[{position}]", t)
+
+
+def _lies_in_some(t: torch.Tensor, bases: list[torch.Tensor]) -> bool:
+    return any(may_share_memory(t, base) for base in bases)
 
 
 def _share_counter(t: torch.Tensor, base: torch.Tensor) -> bool:

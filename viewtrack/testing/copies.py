@@ -91,23 +91,56 @@ class Copies:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    """Whether t is a strided tensor of torch's own, and not a wrapper of some kind."""
+    """Whether t is a strided tensor of torch's own with memory, and not a wrapper of some kind."""
     return (
         type(t) in (torch.Tensor, torch.nn.Parameter)
         and t.layout is torch.strided
-        and not _torch.is_functorch_wrapped(t)
+        and not (t.is_nested or t._is_zerotensor() or _torch.is_functorch_wrapped(t))
     )
 
 
+def parts_of(t: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that t is made of: itself, what a wrapper wraps, indices and values.
+
+    Of a tensor that is made of others in some unknown way there are none.
+    """
+    if is_plain(t):
+        return [t]
+    if hasattr(t, "__tensor_flatten__"):
+        inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+        return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
+    if t.layout is torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values()]
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [t.ccol_indices(), t.row_indices(), t.values()]
+    if t.layout is torch.strided and t.is_nested and not _torch.is_functorch_wrapped(t):
+        return [t.values()]
+    return []
+
+
 def share_memory(t: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in the same memory, or in storages that overlap."""
-    try:
-        a, b = t.untyped_storage(), other.untyped_storage()
-    except (RuntimeError, NotImplementedError):
-        return False
+    """Whether two plain tensors lie in the same memory, or in storages that overlap.
+
+    Of others it is not said: sparse and nested tensors share their indices and offsets freely.
+    """
+    return is_plain(t) and is_plain(other) and _share(t, other)
+
+
+def may_share_memory(t: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory, or parts of theirs do, or it cannot be told."""
+    first, second = parts_of(t), parts_of(other)
+    if not first or not second:
+        return True
+    return any(_share(a, b) for a in first for b in second)
+
+
+def _share(t: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = t.untyped_storage(), other.untyped_storage()
     if a._cdata == b._cdata:
         return a.nbytes() > 0
-    if t.device != other.device or not a.nbytes() or not b.nbytes():
+    if t.device != other.device or t.device.type == "meta" or not a.nbytes() or not b.nbytes():
         return False
     # Memory that another library handed back comes as a storage of its own.
     first, second = a.data_ptr(), b.data_ptr()

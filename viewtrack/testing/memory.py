@@ -16,7 +16,7 @@ from ..info import version
 from ..ledger import Region
 from ..overlap import region_of
 from ..plan import Argument
-from .copies import Copies, Fence, is_plain
+from .copies import Copies, Fence, is_plain, parts_of
 
 
 class Given:
@@ -179,18 +179,19 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def elements(t: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the bytes of t's elements; None where nothing can be read."""
-    try:
-        with torch.no_grad():
-            plain = t.detach()
-            if plain.layout is not torch.strided:
-                plain = plain.to_dense()
-            if plain.device.type == "meta":
-                return None
-            plain = plain.resolve_conj().resolve_neg()
-            return plain.contiguous().clone().view(-1).view(torch.uint8)
-    except (RuntimeError, NotImplementedError):
-        return None
+    """A copy of the bytes of t's elements, or of those of its parts; None if they are unknown."""
+    with torch.no_grad():
+        parts = parts_of(t.detach())
+        if not parts and t.layout not in (torch.strided, torch.jagged):
+            parts = [t.detach().to_dense()]  # mkldnn
+        if not parts or any(part.device.type == "meta" for part in parts):
+            return None
+        return torch.cat([_bytes(part) for part in parts])
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    plain = t.resolve_conj().resolve_neg()
+    return plain.contiguous().clone().view(-1).view(torch.uint8)
 
 
 def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
