@@ -38,6 +38,7 @@ VIEWS_FOR_SOME = {
     "aten::_autocast_to_reduced_precision",
     "aten::coalesce",
     "aten::contiguous",
+    "aten::ravel",
     "aten::reshape",
     "aten::to.device",
     "aten::to.dtype",
