@@ -227,6 +227,7 @@ def test_meta_tensors():
     assert kinds(check_op(op, (x,))) == [("undeclared alias", "x", 0)]
     assert [f.kind for f in check_op(head, (x, 1), notes=True)] == ["no memory"]
     assert check_op(axpy_, (x, x)) == []
+    assert {f.kind for f in check_op(axpy_, (x, x), notes=True)} == {"no memory"}
 
 
 # What is wrong with the inputs, and not with the op.

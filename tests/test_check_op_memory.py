@@ -148,6 +148,23 @@ def test_minus_zero_is_not_zero():
     assert finding.argument == "x"
 
 
+def test_a_write_of_the_same_bytes_counts():
+    op = defined("touch(Tensor x) -> ()", lambda x: nothing(x.add_(0)), "CompositeExplicitAutograd")
+    assert kinds(check_op(op, (torch.ones(2),))) == [("undeclared write", "x", None)]
+
+
+def test_one_tensor_for_two_arguments():
+    op = library.inplace_op(
+        fresh("(Tensor(a!) x, Tensor y) -> ()"), lambda x, y: nothing(x.add_(y))
+    )
+    x = torch.ones(2)
+    assert check_op(op, (x, x), (x, x.view(2))) == []
+    (a, b), c = Copies(((x, x), x.view(2))).arguments
+    assert a is b
+    assert c is not a
+    assert share_memory(a, c)
+
+
 def test_sizes_and_memory_of_an_argument():
     op = defined("grow(Tensor x) -> ()", lambda x: nothing(x.resize_(9).zero_()))
     assert kinds(check_op(op, (torch.ones(2),))) == [("undeclared write", "x", None)]

@@ -48,7 +48,8 @@ class Copies:
     """Copies of a call's arguments.
 
     Geometry is kept, and tensors that share a storage share one again, so that the same views of
-    the same memory are passed. Autograd metadata is not copied.
+    the same memory are passed, and the same tensor where one was passed twice. Autograd metadata is
+    not copied.
 
     Args:
         arguments: a tree with tensors.
@@ -63,6 +64,7 @@ class Copies:
         self.fences: dict[int, Fence] = {}
         self._fenced = fenced
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._copies: dict[int, torch.Tensor] = {}
         self._reach: dict[int, int] = {}
         for t in _torch.tree_leaves(arguments):
             if isinstance(t, torch.Tensor) and is_plain(t):
@@ -71,6 +73,11 @@ class Copies:
         self.arguments = _torch.tree_map_only(torch.Tensor, self._copy, arguments)
 
     def _copy(self, t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in self._copies:
+            self._copies[id(t)] = self._copy_of(t)
+        return self._copies[id(t)]
+
+    def _copy_of(self, t: torch.Tensor) -> torch.Tensor:
         if not is_plain(t) or t.is_conj() or t.is_neg() or t.is_quantized:
             return t.detach().clone()
         storage = t.untyped_storage()

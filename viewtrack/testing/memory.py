@@ -164,10 +164,9 @@ class _Storage:
 
 def _mark(covered: torch.Tensor, region: Region) -> None:
     width = region.itemsize
-    # Where a dimension has stride 0 all its places are one, and fill_ refuses that.
-    size = [n if step else 1 for n, step in zip(region.size, region.stride, strict=True)]
     stride = [step * width for step in region.stride]
-    covered.as_strided((*size, width), (*stride, 1), region.offset * width).fill_(True)
+    part = covered.as_strided((*region.size, width), (*stride, 1), region.offset * width)
+    part.fill_(True)  # which does not mind that places of an expanded tensor are one
 
 
 def _start(one: Given) -> int:
