@@ -22,14 +22,23 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from . import _torch
-from ._torch import ADINPLACEORVIEW, TensorBase, is_excluded, set_excluded, set_version
+from ._torch import (
+    ADINPLACEORVIEW,
+    TensorBase,
+    is_excluded,
+    mode_stack_len,
+    set_excluded,
+    set_versions,
+)
 from ._torch.dynamo import skip_dynamo
 from ._torch.guard import no_torch_dispatch
+from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
 from .info import version
 from .plan import Plan, plan_of
-from .site import handler_names, locate
+from .site import locate
 
 T = TypeVar("T")
 Handler = Callable[..., Any]
@@ -84,6 +93,25 @@ def _track_class(cls: type) -> None:
     else:
         wrapped = _tracked(_undisabled(handler))
     setattr(cls, _NAME, wrapped)
+    if issubclass(cls, _torch.TorchDispatchMode):
+        _anchor_entering(cls)
+
+
+def _anchor_entering(cls: Any) -> None:
+    """Note the frame that enters a mode of the class, so that no look for handlers goes past it."""
+    enter, leave = cls.__dict__.get("__enter__"), cls.__dict__.get("__exit__")
+
+    def __enter__(self: Any) -> Any:
+        entered = enter(self) if enter else super(cls, self).__enter__()
+        drop_anchor(sys._getframe(1))
+        return entered
+
+    def __exit__(self: Any, *error: Any) -> Any:
+        weigh_anchor(sys._getframe(1))
+        return leave(self, *error) if leave else super(cls, self).__exit__(*error)
+
+    cls.__enter__ = functools.wraps(cls.__enter__)(__enter__)
+    cls.__exit__ = functools.wraps(cls.__exit__)(__exit__)
 
 
 def _undisabled(handler: Any) -> Any:
@@ -93,54 +121,71 @@ def _undisabled(handler: Any) -> Any:
     return handler
 
 
-# Two by hand: a handler is called for every op, and `*args` costs more than all the rest.
-
-
 def _tracked(handler: Handler) -> Handler:
     wrap = _tracked_function if _takes_func_first(handler) else _tracked_method
-    return skip_dynamo(wrap(handler))
+    return wrap(handler)
 
 
 def _tracked_function(handler: Handler) -> Handler:
+    method = _tracked_method(_with_owner(handler), depth=2)
+
     @functools.wraps(handler)
     def tracked_handler(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_excluded(ADINPLACEORVIEW):
-            return handler(func, types, args, kwargs)
-        try:
-            plan, before, after = _steps[func._op]
-        except (KeyError, AttributeError):
-            plan, before, after = _steps_of(func)
-        was = None if before is None else before(plan, args, kwargs)
-        set_excluded(ADINPLACEORVIEW, False)
-        try:
-            out = handler(func, types, args, kwargs)
-            return out if after is None else after(out, plan, args, kwargs, was)
-        finally:
-            set_excluded(ADINPLACEORVIEW, True)
+        return method(None, func, types, args, kwargs)
 
-    return tracked_handler
+    return skip_dynamo(tracked_handler)
 
 
-def _tracked_method(handler: Handler) -> Handler:
+def _with_owner(handler: Handler) -> Handler:
+    # Of this name, since a handler is known to be tracked by its caller's.
+    def tracked_handler(_: None, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return handler(func, types, args, kwargs)
+
+    return skip_dynamo(tracked_handler)
+
+
+# It runs for every op, and a call costs as much as what it does: what most ops need is in line.
+
+
+def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
     @functools.wraps(handler)
-    def tracked_handler(
+    def tracked_handler(  # noqa: C901
         owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not is_excluded(ADINPLACEORVIEW):
             return handler(owner, func, types, args, kwargs)
         try:
-            plan, before, after = _steps[func._op]
+            written, views, plan = _facts[func._op]
         except (KeyError, AttributeError):
-            plan, before, after = _steps_of(func)
-        was = None if before is None else before(plan, args, kwargs)
+            written, views, plan = _facts_of(func)
+        if written is not None:
+            try:
+                was = (t := args[written])._version
+            except (IndexError, RuntimeError):  # several, or by name; an inference tensor
+                t, was = None, _versions(plan, args, kwargs)
         set_excluded(ADINPLACEORVIEW, False)
         try:
             out = handler(owner, func, types, args, kwargs)
-            return out if after is None else after(out, plan, args, kwargs, was)
+            if written is not None:
+                if t is None:
+                    _take_back(was, _getframe(depth), plan, args, kwargs)
+                elif (now := t._version) > was and (
+                    (frame := _getframe(depth)) in anchors or _is_counted(frame, plan, args, kwargs)
+                ):
+                    set_versions((t,), (now - 1,))
+                return out if out is t else _accepted(out, plan, args, kwargs)
+            if not views and type(out) is Tensor and not out._is_view():
+                return out
+            if views and not mode_stack_len():
+                if type(out) is Tensor:
+                    return _detach(out)
+                if type(out) is list and _all_plain(out):
+                    return [*map(_detach, out)]
+            return _accepted(out, plan, args, kwargs)
         finally:
             set_excluded(ADINPLACEORVIEW, True)
 
-    return tracked_handler
+    return skip_dynamo(tracked_handler)
 
 
 def _takes_func_first(handler: Handler) -> bool:
@@ -148,113 +193,82 @@ def _takes_func_first(handler: Handler) -> bool:
     return bool(names) and names[0] not in ("self", "cls") and len(names) < 5
 
 
-# ------------------------------------------------------------------------------ before and after
+# ------------------------------------------------------------------------------ what an op does
 
-# The plan of an op; what is to be done before the handler runs, and after.
-_Steps = tuple[Plan | None, Callable[..., Any] | None, Callable[..., Any] | None]
+# The index of the one argument that it writes, and that a kernel above counts; None if there is
+# nothing to count; whether its outputs are views; its plan.
+_Facts = tuple[int | None, bool, Any]
+_SEVERAL = sys.maxsize  # no index: it writes several, or one that is passed by name
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-_steps: dict[Any, _Steps] = {}
+_facts: dict[Any, _Facts] = {}
 
 
-def _steps_of(func: Any) -> _Steps:
+def _facts_of(func: Any) -> _Facts:
     if not isinstance(func, _torch.OpOverload):  # a higher-order operator
-        return None, None, None
+        return None, False, None
     plan = plan_of(func)
+    written = None
     if plan.writes and plan.has_native_kernel and not plan.is_composite:
-        steps: _Steps = plan, *(_sole_write(plan.sole_write.index) if plan.sole_write else _WRITES)
-    elif plan.views:
-        steps = plan, None, _after_view
-    else:
-        steps = plan, None, _after
-    _steps[func._op] = steps
-    return steps
-
-
-def _after(out: Any, plan: Plan, args: Any, kwargs: Any, _: None) -> Any:
-    if type(out) is torch.Tensor and not out._is_view():
-        return out
-    return _accepted(out, args, kwargs, plan)
-
-
-def _after_view(out: Any, plan: Plan, args: Any, kwargs: Any, _: None) -> Any:
-    if not _mode_stack_len():
-        if type(out) is torch.Tensor:
-            return _detach(out)
-        if type(out) in (list, tuple) and all(type(t) is torch.Tensor for t in out):
-            return [_detach(t) for t in out]
-    return _accepted(out, args, kwargs, plan)
-
-
-def _sole_write(index: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The steps for an op that writes one tensor, passed by position: nearly all writes."""
-
-    def before(plan: Plan, args: Any, kwargs: Any) -> Any:
-        try:
-            return args[index]._version
-        except (IndexError, RuntimeError):  # passed by name; an inference tensor
-            return _versions(plan, args, kwargs)
-
-    def after(out: Any, plan: Plan, args: Any, kwargs: Any, was: Any) -> Any:
-        if type(was) is list:
-            return _after_write(out, plan, args, kwargs, was, depth=3)
-        t = args[index]
-        now = t._version
-        if now > was and _is_counted_above(sys._getframe(2), plan, args, kwargs):
-            set_version(t, now - 1)
-        return out if out is t else _accepted(out, args, kwargs, plan)
-
-    return before, after
+        written = plan.sole_write.index if plan.sole_write else _SEVERAL
+    facts = _facts[func._op] = written, bool(plan.views), plan
+    return facts
 
 
 def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
     return [version(t) for a in plan.writes for t in a.tensors(args, kwargs)]
 
 
-def _after_write(
-    out: Any, plan: Plan, args: Any, kwargs: Any, was: list[int | None], depth: int = 2
-) -> Any:
+def _take_back(
+    was: list[int | None], frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
+) -> None:
     """Take one count back of each tensor that the handler wrote, and the kernel above counts."""
     now = _versions(plan, args, kwargs)
-    if now != was and _is_counted_above(sys._getframe(depth), plan, args, kwargs):
+    if now != was and _is_counted(frame, plan, args, kwargs):
         written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
         for t, old, new in zip(written, was, now, strict=True):
             if new is not None and new != old:
-                set_version(t, new - 1)
-    return _accepted(out, args, kwargs, plan)
+                set_versions((t,), (new - 1,))
 
 
-_WRITES = (_versions, _after_write)
-
-_detach = TensorBase.detach
-_mode_stack_len = _torch.mode_stack_len
-
-
-def _is_counted_above(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> bool:
+def _is_counted(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> bool:
     """Whether the op came from above autograd: as `locate`, which does more, and takes longer."""
-    walked, names = frame, handler_names
-    while walked:
-        if walked.f_code.co_name in names:
+    walked = frame
+    while walked is not None and walked not in anchors:
+        if walked.f_code.co_name in handler_names:
             return locate(frame, plan, args, kwargs)[0]
         walked = walked.f_back
     return True
 
 
-def _accepted(out: Any, args: Any, kwargs: Any, plan: Plan) -> Any:
+_detach = TensorBase.detach
+_getframe = sys._getframe
+
+
+def _all_plain(values: list[Any]) -> bool:
+    for value in values:  # noqa: SIM110, since `all` of a generator takes three times as long
+        if type(value) is not Tensor:
+            return False
+    return True
+
+
+def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
     """The outputs as the kernel above takes them."""
+    if plan is None:
+        return out
     if isinstance(out, torch.Tensor):
         if _is_any(out, (args, kwargs)):
             return _alias(out) if plan.views else out
         return _alias(out) if out._is_view() or (plan.views and out.requires_grad) else out
     if isinstance(out, (list, tuple)):
-        return type(out)(_accepted(t, args, kwargs, plan) for t in out)
+        return type(out)(_accepted(t, plan, args, kwargs) for t in out)
     return out
 
 
 def _alias(t: torch.Tensor) -> torch.Tensor:
     """An alias of t with its counter and without metadata."""
     if type(t) is torch.Tensor or not _torch.has_python_key(t):
-        if not _mode_stack_len():
+        if not mode_stack_len():
             return _detach(t)
         with no_torch_dispatch():  # the modes below did not ask for this op
             return _detach(t)

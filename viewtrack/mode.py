@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
 from . import _torch, full_modes
+from .anchors import drop_anchor, weigh_anchor
 from .decorate import tracked_calls
 from .errors import ViewTrackError
 from .notes import add_notes
@@ -50,6 +52,7 @@ class Tracker:
 
     def __enter__(self) -> Tracker:
         active.enter(self)
+        drop_anchor(sys._getframe(1))
         return self
 
     def __exit__(
@@ -58,6 +61,7 @@ class Tracker:
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
+        weigh_anchor(sys._getframe(1))
         active.leave(self)
         add_notes(error, traceback)
 

@@ -1,7 +1,8 @@
 """Where in the user's program an op was issued, and whether a handler issued it.
 
-Both questions are answered by one walk up the Python frames. It costs about a microsecond, so it is
-made for writes only, and for whatever else a record asks to be placed.
+Both questions are answered by one walk up the Python frames, as far as an anchor (`anchors.py`). It
+costs up to a microsecond, so it is made for writes only, and for whatever else a record asks to be
+placed.
 
 Whether an op comes from above autograd cannot be told from a mode at the bottom of the stack: the
 excluded dispatch keys, the TLS snapshot and the stack are the same for an op that user code issued
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from . import _torch
+from .anchors import anchors, handler_names
 from .plan import Plan, plan_of
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -26,9 +28,6 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _user_file: dict[str, bool] = {}
 
 _TRACKED = "tracked_handler"
-
-# Names of functions that C++ calls as handlers; torchao installs one under the second name.
-handler_names = {"__torch_dispatch__", "_dispatch__torch_dispatch__", _TRACKED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,8 @@ def locate(
     counted = plan.has_native_kernel and not plan.is_composite
     settled = False
     while frame is not None:
+        if frame in anchors:
+            return counted, False, user or user_frame(frame)
         code = frame.f_code
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
             settled = settled or _is_tracked(frame)
@@ -250,6 +251,8 @@ def issued_in_handler(
     """
     user: FrameType | None = None
     while frame is not None:
+        if frame in anchors:
+            return False, user or user_frame(frame)
         code = frame.f_code
         if code.co_name in handler_names and code.co_filename not in _own_handlers:
             given = _given(frame, code)

@@ -309,19 +309,21 @@ def set_creation_meta(t: torch.Tensor, value: Any) -> None:
 
 
 def set_version(t: torch.Tensor, value: int) -> None:
-    """Overwrite the number in t's version counter, which all that share it then see.
-
-    The signature takes sequences from 2.7 on, and one tensor before.
-    """
-    if _VERSION_TAKES_SEQUENCES:
-        _autograd._unsafe_set_version_counter((t,), (value,))
-    else:
-        _autograd._unsafe_set_version_counter(t, value)
+    """Overwrite the number in t's version counter, which all that share it then see."""
+    set_versions((t,), (value,))
 
 
-_VERSION_TAKES_SEQUENCES = "arg0: torch.Tensor," not in (
-    _autograd._unsafe_set_version_counter.__doc__ or ""
-)
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+"""The same for several. The signature takes sequences from 2.7 on, and one tensor before."""
+
+if "arg0: torch.Tensor," not in (_autograd._unsafe_set_version_counter.__doc__ or ""):
+    set_versions = _autograd._unsafe_set_version_counter
+else:
+
+    def set_versions(tensors: tuple[torch.Tensor, ...], values: tuple[int, ...]) -> None:
+        for t, value in zip(tensors, values, strict=True):
+            _autograd._unsafe_set_version_counter(t, value)
+
 
 is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _C._is_alias_of
 """Whether two tensors have one storage. Raises for tensors without storage (sparse)."""
