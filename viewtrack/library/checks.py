@@ -214,7 +214,7 @@ def check_overlap(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: An
         ViewTrackError: a written argument is such a tensor, and the kernel raw.
     """
     for argument, t in spec.writes(args, kwargs):
-        if not _overlaps_itself(t):
+        if not overlaps_itself(t):
             continue
         is_seen = t.device.type not in spec.kernel_devices and not spec.opaque
         if is_seen and inspected(spec, tensors, args, kwargs).untraceable is None:
@@ -227,11 +227,11 @@ def check_overlap(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: An
         )
 
 
-def _overlaps_itself(t: torch.Tensor) -> bool:
+def overlaps_itself(t: torch.Tensor) -> bool:
     """As far as native's ``has_internal_overlap`` is sure of it."""
-    if t.layout is not torch.strided or is_wrapper(t) or t.numel() == 0:
+    if t.layout is not torch.strided or 0 not in t.stride() or t.numel() == 0 or is_wrapper(t):
         return False
-    return any(stride == 0 and size > 1 for size, stride in zip(t.size(), t.stride(), strict=True))
+    return any(n > 1 and stride == 0 for n, stride in zip(t.size(), t.stride(), strict=True))
 
 
 def check_undeclared_writes(

@@ -36,6 +36,7 @@ from .checks import (
     check_overlap,
     check_undeclared_writes,
     explain_refusal,
+    overlaps_itself,
     share_storage,
 )
 from .formula import is_transformed
@@ -101,7 +102,7 @@ class Kernels:
         before = [version(t) for t in tensors]
         written = [t for _, t in spec.writes(args, kwargs)]
         versions = [version(t) for t in written]
-        if written:
+        if any(map(overlaps_itself, written)):
             check_overlap(spec, tensors, args, kwargs)
         keyset = keyset & _torch_library.after_backend_select
         if call is not None and call.looks_inside and is_raw(spec, args, kwargs):
@@ -149,6 +150,8 @@ class Kernels:
             return self._run_raw(keyset, call.args, call.kwargs)
 
     def _run_raw(self, keyset: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.spec.op.redispatch(keyset, *args, **kwargs)
         with torch.no_grad():  # else numpy() refuses what requires grad
             return self.spec.op.redispatch(keyset, *args, **kwargs)
 
