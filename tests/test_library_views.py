@@ -112,6 +112,18 @@ def test_no_grad_views_are_refused_in_place_as_native_ones_are(head, context):
 
 
 @heads
+@contexts
+def test_a_view_of_a_no_grad_view_is_recorded_as_a_native_one_is(head, context):
+    with context():
+        _, root = leaf_and_base()
+        with torch.no_grad():
+            base = root[:]
+        for view in (head(base, 2), base[:2]):
+            assert view.grad_fn is not None
+            assert vt.view_info(view).creation_meta is CreationMeta.NO_GRAD_MODE
+
+
+@heads
 def test_inference_mode_views_are_refused_in_place_as_native_ones_are(head):
     _, base = leaf_and_base()
     with torch.inference_mode():

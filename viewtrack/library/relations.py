@@ -59,14 +59,18 @@ def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
 def _is_cut_off(t: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether a view was made where autograd records less than here."""
     meta = _torch.creation_meta(t)
-    if meta is CreationMeta.DEFAULT:
-        # Made below autograd there is no grad_fn. One that is stale is made anew by reading it.
-        return torch.is_grad_enabled() and base.requires_grad and t.grad_fn is None
-    if meta is CreationMeta.NO_GRAD_MODE:
-        hidden = torch.is_grad_enabled()
-    else:
-        hidden = meta is CreationMeta.INFERENCE_MODE and not torch.is_inference_mode_enabled()
-    return hidden and meta is not _torch.creation_meta(base)
+    if meta is CreationMeta.NO_GRAD_MODE or meta is CreationMeta.INFERENCE_MODE:
+        is_here = (
+            torch.is_inference_mode_enabled()
+            if meta is CreationMeta.INFERENCE_MODE
+            else not torch.is_grad_enabled()
+        )
+        if not is_here and meta is not _torch.creation_meta(base):
+            return True
+    elif meta is not CreationMeta.DEFAULT:
+        return False
+    # Made below autograd there is no grad_fn. One that is stale is made anew by reading it.
+    return torch.is_grad_enabled() and base.requires_grad and t.grad_fn is None
 
 
 def reinterprets(t: torch.Tensor, base: torch.Tensor) -> bool:
