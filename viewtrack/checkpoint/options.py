@@ -90,6 +90,8 @@ def make_options(
     Raises:
         ValueError: `check` or `on_mutation` has none of its values.
     """
+    if check == "storage" and allow is None and on_mutation == "raise" and not check_inputs:
+        return _DEFAULT  # made for every region
     if check not in ("storage", "content", "off"):
         raise ValueError(f"`check` must be 'storage', 'content' or 'off', got {check!r}")
     if on_mutation not in ("raise", "warn") and not callable(on_mutation):
@@ -97,3 +99,6 @@ def make_options(
             f"`on_mutation` must be 'raise', 'warn' or a callable, got {on_mutation!r}"
         )
     return Options(check, frozenset(map(str, allow or ())), on_mutation, check_inputs)
+
+
+_DEFAULT = Options()
