@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from write_ways import (
     ALIASES,
     OPS,
+    OUTER,
     OWN_COUNTER,
     here,
     in_bare_thread,
     in_handler,
+    in_outer_handler,
     in_tracked_thread,
     line_of,
     one_process_group,
@@ -159,6 +161,19 @@ def test_writes_in_the_region(op, alias):
 def test_writes_between_forward_and_backward(op, alias, outside):
     cases = [Case(op, alias, here, half, check, outside) for half in HALVES for check in LEVELS]
     assert [fault for case in cases for fault in faults_of(case)] == []
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("alias", ["itself", "unsafe_view", "data"])
+def test_writes_in_the_handler_of_a_mode_around_the_region(op, alias):
+    """Such a mode is below the region's: a tracker below both sees it, and the content tells."""
+    cases = [Case(op, alias, in_outer_handler, half, "storage") for half in HALVES]
+    with vt.track(record="none"), OUTER:
+        assert [fault for case in cases for fault in faults_of(case)] == []
+    cases = [Case(op, alias, in_outer_handler, half, "content") for half in HALVES]
+    unseen = [replace(case, op=replace(op, seen=False)) for case in cases]
+    with OUTER:
+        assert [fault for case in unseen for fault in faults_of(case)] == []
 
 
 @pytest.mark.parametrize("check", LEVELS)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers its ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
@@ -94,6 +95,29 @@ def _fused_sgd(a: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def _adam(a: torch.Tensor) -> list[list[torch.Tensor]]:
+    state = [torch.zeros_like(a)], [torch.zeros_like(a)], []
+    return [[a], [torch.ones_like(a)], *state, [torch.tensor(1.0)]]
+
+
+_ADAM = {
+    "lr": 0.5,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
+
+
+def _fused_adagrad(a: torch.Tensor) -> None:
+    torch._fused_adagrad_(
+        [a], [torch.ones_like(a)], [torch.zeros_like(a)], [torch.tensor(1.0)],
+        lr=0.5, lr_decay=0.0, weight_decay=0.0, eps=1e-8, maximize=False,
+    )  # fmt: skip
+
+
 def _numpy(a: torch.Tensor) -> None:
     a.detach().numpy()[...] = -3.0
 
@@ -106,6 +130,20 @@ def _collective(a: torch.Tensor) -> None:
     dist.scatter(a, [torch.full_like(a, -3.0)], 0)
 
 
+def _all_gather(a: torch.Tensor) -> None:
+    dist.all_gather([a], torch.full_like(a, -3.0))
+
+
+def _reduce_scatter(a: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(a, torch.full_like(a, -3.0), async_op=True).wait()
+
+
+def _functional_collective(a: torch.Tensor) -> None:
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    given = torch.full_like(a, -3.0)
+    ops.wait_tensor(ops.all_gather_into_tensor_out(given, 1, group, out=a))
+
+
 OPS = [
     Op("mul_", lambda a: a.mul_(2)),
     Op("iadd", _add_in_place),
@@ -114,6 +152,9 @@ OPS = [
     Op("out", lambda a: torch.add(torch.ones_like(a), 1.5, out=a)),
     Op("foreach", lambda a: torch._foreach_mul_([a], 2.0)),
     Op("fused_sgd", _fused_sgd, counted=False),
+    Op("fused_adam", lambda a: torch._fused_adam_(*_adam(a), **_ADAM), counted=False),
+    Op("fused_adamw", lambda a: torch._fused_adamw_(*_adam(a), **_ADAM), counted=False),
+    Op("fused_adagrad", _fused_adagrad, counted=False),
     Op("resize_and_refill", _resize_and_refill),
     Op("set_and_write", _set_and_write, counted=False),
     Op("declared_custom_op", lambda a: torch.ops.write_ways.declared(a), counted=False),
@@ -121,6 +162,9 @@ OPS = [
     Op("numpy", _numpy, False, False),
     Op("pointer", _pointer, False, False),
     Op("collective", _collective, counted=False),
+    Op("all_gather", _all_gather),
+    Op("reduce_scatter", _reduce_scatter),
+    Op("functional_collective", _functional_collective),
 ]
 
 
@@ -148,6 +192,10 @@ class HandlerWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+OUTER = HandlerWrites(lambda: None)
+"""For `in_outer_handler`, to be entered before a region is."""
+
+
 def here(write: Callable[[], Any]) -> None:
     """By the line that asks for it."""
     with torch.no_grad():
@@ -158,6 +206,12 @@ def in_handler(write: Callable[[], Any]) -> None:
     """In the handler of another mode."""
     with HandlerWrites(write):
         torch.zeros(()).sin()
+
+
+def in_outer_handler(write: Callable[[], Any]) -> None:
+    """In the handler of a mode that is entered around the region: see `outer_handler`."""
+    OUTER.write = write
+    torch.zeros(()).sin()
 
 
 def in_tracked_thread(write: Callable[[], Any]) -> None:
