@@ -98,16 +98,19 @@ def test_a_neighbour_in_the_buffer_may_be_written():
         assert entry.get().tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        lambda t: t.set_(torch.zeros(4, 4)),
-        lambda t: setattr(t, "data", torch.zeros(4, 4)),
-        lambda t: t.resize_(2),
-        lambda t: t.t_(),
-    ],
-    ids=["set_", "data", "resize_", "t_"],
-)
+CHANGES = {
+    "aten.set_.source_Tensor": lambda t: t.set_(torch.zeros(4, 4)),
+    "aten.resize_.default": lambda t: t.resize_(2),
+    "aten.t_.default": lambda t: t.t_(),
+    "aten.unsqueeze_.default": lambda t: t.unsqueeze_(0),
+}
+
+
+def give_data(t):
+    t.data = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("exchange", [*CHANGES.values(), give_data], ids=[*CHANGES, "data"])
 def test_another_storage_or_geometry_is_a_mutation(exchange):
     t = torch.ones(4, 4)
     t[0, 1] = 3
@@ -117,6 +120,26 @@ def test_another_storage_or_geometry_is_a_mutation(exchange):
         assert not torch.equal(t, torch.ones(4, 4))
     with pytest.raises(MutatedTensorError, match="an exchange of its storage or sizes"):
         entry.get()
+
+
+@pytest.mark.parametrize("op", CHANGES)
+def test_a_change_of_storage_or_geometry_is_told_with_its_line(op):
+    t, other = torch.ones(4, 4), torch.ones(4, 4)
+    guard = MutationGuard()
+    entry = guard.save(t)
+    with track():
+        CHANGES[op](t.detach())  # which leaves t as it is
+        assert entry.get() is t
+        CHANGES[op](t)
+        CHANGES[op](other)
+    with pytest.raises(MutatedTensorError) as caught:
+        guard.check()
+    (write,) = caught.value.writes
+    assert (write.op, write.lineno) == (op, CHANGES[op].__code__.co_firstlineno)
+    t = torch.ones(4, 4)
+    with MutationGuard(allow=[op]) as guard:
+        guard.save(t)
+        CHANGES[op](t)
 
 
 def test_content_level_sees_raw_writes_and_minds_no_equal_bytes():
@@ -202,6 +225,16 @@ def test_every_write_that_a_mode_sees_is_refused(op, alias, place):
         place(lambda: op.write(ALIASES[alias](buffer[4:])))
         assert buffer[:4].tolist() == [1.0] * 4
         assert buffer[4:].tolist() != [1.0] * 4
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_storage_or_geometry_is_refused(change):
+    t = torch.arange(16.0).view(4, 4)
+    with protect(t):
+        with pytest.raises(MutatedTensorError, match="nothing has been mutated yet"):
+            change(t)
+        change(t.detach())  # no byte of t, nor its sizes
+    assert torch.equal(t, torch.arange(16.0).view(4, 4))
 
 
 def test_a_saved_tensor_refuses_the_edit():

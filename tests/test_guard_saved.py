@@ -21,6 +21,10 @@ def process_group(tmp_path_factory):
         yield
 
 
+def keep_as_it_is():
+    return saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 def leaf():
     return torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
 
@@ -95,6 +99,40 @@ def test_every_way_to_write(op, alias, check, inside):
     if inside and op.seen:
         write = caught.value.writes[0]
         assert (write.filename, write.lineno) in line_of(op.write)
+
+
+CHANGES = {
+    "aten.set_.source_Tensor": lambda x: x.set_(torch.zeros(4, 4)),
+    "aten.resize_.default": lambda x: x.resize_(4, 1),
+    "aten.t_.default": lambda x: x.t_(),
+}
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, keep_as_it_is], ids=["none", "user's"])
+@pytest.mark.parametrize("check", ["storage", "content"])
+@pytest.mark.parametrize("op", CHANGES)
+def test_an_input_with_another_storage_or_geometry_is_told(op, check, hooks):
+    x = torch.arange(16.0).view(4, 4)
+    scale = torch.ones(4, 4, requires_grad=True)
+    with guard_saved_tensors(check=check), hooks():
+        y = scale * x
+        CHANGES[op](x)
+        with pytest.raises(MutatedTensorError) as caught:
+            y.sum().backward()
+    (write,) = caught.value.writes
+    assert (write.op, write.lineno) == (op, CHANGES[op].__code__.co_firstlineno)
+
+
+def test_an_input_that_is_given_away_and_gathered_anew_is_right():
+    """Sharded parameters: ``.data`` is emptied after the forward, and filled for the backward."""
+    x, scale = torch.arange(4.0), torch.ones(4, requires_grad=True)
+    for check in ("storage", "content"):
+        with guard_saved_tensors(check=check):
+            y = scale * x
+            x.data = torch.empty(0)
+            x.data = torch.arange(4.0)
+            (grad,) = torch.autograd.grad(y.sum(), scale)
+        assert torch.equal(grad, torch.arange(4.0))
 
 
 def test_what_was_not_saved_may_be_written():

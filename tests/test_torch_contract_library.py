@@ -195,6 +195,20 @@ def test_the_dispatcher_tells_where_an_op_is_from_and_lists_them():
     assert "torch.library.Library(" in Path(__file__).read_text().splitlines()[int(line) - 1]
 
 
+def test_the_kernel_of_a_custom_op_counts_before_the_body_runs():
+    versions = []
+
+    @torch.library.custom_op("vtcontract::counted", mutates_args=("x",))
+    def counted(x: torch.Tensor) -> None:
+        versions.append(x._version)
+
+    x = torch.ones(2)
+    counted(x)
+    assert versions == [1]
+    assert x._version == 1
+    assert _torch_library.custom_op_def("vtcontract::counted") is counted
+
+
 def test_the_body_of_a_custom_op_is_found_and_its_refusal_known():
     @torch.library.custom_op("vtcontract::returns_it", mutates_args=())
     def returns_it(x: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,10 @@ _library.define("undeclared(Tensor x) -> Tensor")
 _library.impl("declared", _add_to_memory, "CPU")
 _library.impl("undeclared", _add_and_sum, "CPU")
 
+_add_in_custom_op = torch.library.custom_op(
+    "write_ways::custom", _add_to_memory, mutates_args=("x",)
+)
+
 
 @dataclass(frozen=True)
 class Op:
@@ -158,6 +162,7 @@ OPS = [
     Op("resize_and_refill", _resize_and_refill),
     Op("set_and_write", _set_and_write, counted=False),
     Op("declared_custom_op", lambda a: torch.ops.write_ways.declared(a), counted=False),
+    Op("torch_custom_op", lambda a: _add_in_custom_op(a.detach())),
     Op("undeclared_custom_op", lambda a: torch.ops.write_ways.undeclared(a), False, False),
     Op("numpy", _numpy, False, False),
     Op("pointer", _pointer, False, False),

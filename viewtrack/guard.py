@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 
 from . import _torch
-from .ledger import Write, key_of
 from .mode import Tracker, track
 from .mutation_text import Mutation, mutation_error
-from .overlap import region_of
-from .site import UNKNOWN, Place, place_of, user_frame
-from .watch import EXCHANGED, Watch, is_allowed, parts
+from .owned_watch import OwnedWatch
+from .site import Place, place_of, user_frame
+from .watch import is_allowed, parts
 
 _SUBJECT = "a guarded tensor"
 _ALLOW = "add '{op}' to allow="
@@ -34,7 +33,7 @@ class GuardedTensor:
         allowed: the names of ops that may write to it.
     """
 
-    def __init__(self, t: torch.Tensor, watches: list[Watch], allowed: frozenset[str]) -> None:
+    def __init__(self, t: torch.Tensor, watches: list[OwnedWatch], allowed: frozenset[str]) -> None:
         self._tensor: torch.Tensor | None = t
         self._watches = watches
         self._allowed = allowed
@@ -63,9 +62,10 @@ class GuardedTensor:
 
     def mutation(self) -> Mutation | None:
         """What reached the tensor since it was saved; None if nothing did, or it was released."""
-        if self._tensor is not None and _is_exchanged(self._tensor, self._watches[0]):
-            exchange = Write(EXCHANGED, "", UNKNOWN, "", None, None, None, 0)
-            return Mutation(self._watches[0], [exchange])
+        if self._tensor is not None and self._watches[0].is_exchanged(self._tensor):
+            change = self._watches[0].exchange()
+            if not is_allowed(change, self._allowed):
+                return Mutation(self._watches[0], [change])
         for watch in self._watches:
             found, more = watch.writes()
             writes = [write for write in found if not is_allowed(write, self._allowed)]
@@ -149,8 +149,9 @@ class MutationGuard:
 def protect(*tensors: torch.Tensor) -> Iterator[None]:
     """Refuse every write to some tensors, through any alias, at the line that would do it.
 
-    The write is not done. Writes of other threads, and those that PyTorch does not see, are not
-    refused; `MutationGuard` finds them afterwards.
+    The write is not done. A change of the tensor's own sizes, strides or storage (``resize_``,
+    ``t_``, ``set_``) is refused too. Writes of other threads, and those that no dispatcher sees
+    (numpy, pointers, ``.data =``), are not refused; `MutationGuard` finds them afterwards.
 
     Args:
         *tensors: any tensors.
@@ -170,19 +171,12 @@ def protect(*tensors: torch.Tensor) -> Iterator[None]:
             watch.release()
 
 
-def watches_for(t: torch.Tensor, label: str, place: Place, *, content: bool) -> list[Watch]:
+def watches_for(t: torch.Tensor, label: str, place: Place, *, content: bool) -> list[OwnedWatch]:
     """Watches on aliases of a tensor, and of its parts if it is a wrapper."""
     # An alias keeps the storage from dying, whatever becomes of t, so that no address is reused.
-    return [Watch(_alias(part), label, place, content=content) for part in parts(t)]
+    return [OwnedWatch(part, _alias(part), label, place, content=content) for part in parts(t)]
 
 
 def _alias(t: torch.Tensor) -> torch.Tensor:
     with _torch.inplace_or_view(), torch.no_grad():
         return t.detach()
-
-
-def _is_exchanged(t: torch.Tensor, watch: Watch) -> bool:
-    """Whether t was given another storage or geometry (`set_`, ``.data =``, `resize_`)."""
-    if t.layout is not torch.strided:
-        return False
-    return key_of(t) != key_of(watch.tensor) or region_of(t) != watch.region

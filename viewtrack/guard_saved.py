@@ -20,10 +20,12 @@ from typing import Any, Literal
 import torch
 
 from ._torch import guard as _torch_guard
+from .ledger import Write
 from .mode import track
 from .mutation_text import Mutation, mutation_error
+from .owned_watch import OwnedWatch
 from .site import place_of, user_frame
-from .watch import is_allowed, parts
+from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
 
 _SUBJECT = "a tensor that autograd saved for backward"
@@ -102,12 +104,21 @@ class _SavedTensors:
         unpacked = list(parts(t))
         for weak in watches:
             for part in unpacked:
-                if is_watchable(part) and weak.is_on(part):
-                    found, more = weak.watch.writes(part)
+                if is_watchable(part) and (weak.is_on(part) or weak.watch.is_of(part)):
+                    found, more = _writes(weak.watch, part)
                     writes = [write for write in found if not is_allowed(write, self._allowed)]
                     if writes:
                         mutation = Mutation(weak.watch, writes, more)
                         raise mutation_error(_SUBJECT, [mutation], _ALLOW)
+
+
+def _writes(watch: Watch, t: torch.Tensor) -> tuple[list[Write], int]:
+    found, more = watch.writes(t)
+    if not isinstance(watch, OwnedWatch) or not watch.is_exchanged(t):
+        return found, more
+    # Autograd sees `set_` and `t_` of an input that it saved itself, and takes what `.data =` put
+    # there for the input: parameters are gathered and given away so.
+    return ([watch.exchange()] if found or watch.changed else []), 0
 
 
 class _PackWatching:
@@ -134,7 +145,7 @@ class _PackWatching:
         place = place_of(user_frame(sys._getframe(1)))
         value = self._pack(t)  # what the hook does to the tensor is its own affair
         watches = tuple(
-            WeakWatch(part, "a tensor", place, content=self._content)
+            WeakWatch(part, "a tensor", place, content=self._content, owned=value is part)
             for part in parts(t)
             if is_watchable(part)
         )

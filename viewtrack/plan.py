@@ -14,6 +14,7 @@ from typing import Any
 
 from . import _torch, collectives
 from ._torch import kernels as _torch_kernels
+from ._torch import library as _torch_library
 from .undeclared import UNDECLARED_ALIASES
 
 # Here the counters may be joined as well: nothing saves the argument of _unsafe_view, since its
@@ -112,6 +113,7 @@ class Plan:
         changes_metadata: whether it changes sizes, strides or storage of what it writes.
         exchanges_storage: whether it gives what it writes another storage.
         has_native_kernel: whether ATen, or its author, gave it an ADInplaceOrView kernel.
+        is_counted_first: whether that kernel moves counters before the op writes, not after.
         has_autograd_kernel: whether it has an Autograd kernel; autograd records what its kernel
             calls if it has none.
         is_composite: whether it is made of other ops, also for autograd.
@@ -132,6 +134,7 @@ class Plan:
     changes_metadata: bool
     exchanges_storage: bool
     has_native_kernel: bool
+    is_counted_first: bool
     has_autograd_kernel: bool
     is_composite: bool
     is_made_of_other_ops: bool
@@ -195,6 +198,7 @@ def plan_of_schema(schema: Any) -> Plan:
         changes_metadata=base_name in _INPLACE_METADATA,
         exchanges_storage=schema.name == "aten::set_",
         has_native_kernel=_torch_kernels.has_native_kernel(qualified),
+        is_counted_first=bool(writes) and _torch_library.custom_op_def(qualified) is not None,
         has_autograd_kernel=_torch_kernels.has_autograd_kernel(qualified),
         is_composite=_torch_kernels.has_composite_kernel(qualified),
         is_made_of_other_ops=_torch_kernels.is_made_of_other_ops(qualified),

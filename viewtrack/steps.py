@@ -165,6 +165,22 @@ def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) 
     return out
 
 
+def _write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A write of a `torch.library.custom_op`: the kernel above has counted it already."""
+    counted, in_handler, user = locate(sys._getframe(2), plan, args, kwargs)
+    run = _plain if counted else _guarded
+    watching = watches_reached(plan, args, kwargs) if watched else {}
+    if not (mode.level or watching):
+        return run(mode, plan, op, args, kwargs)
+    writes = written(plan, args, kwargs)
+    before = [version(t) for _, t in writes]
+    out = run(mode, plan, op, args, kwargs)
+    for (argument, t), now in zip(writes, before, strict=True):
+        was = now - 1 if counted and now is not None else now
+        mode.record(plan, argument, t, was, (False, in_handler, user), watching)
+    return out
+
+
 def _plain(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     return op(*args, **kwargs) if kwargs else op(*args)
 
@@ -333,6 +349,8 @@ def _step_of(plan: Plan) -> Step | None:
     if plan.is_collective:
         return _collective if plan.writes else _functional_collective
     if plan.writes:
+        if plan.is_counted_first:
+            return _write_counted_first
         counted = plan.has_native_kernel and not plan.is_composite
         return _counted_write if counted else _uncounted_write
     if plan.is_composite:

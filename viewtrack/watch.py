@@ -182,6 +182,13 @@ class Watch:
         if reached:
             self._add(write, None if before == after else after)
 
+    def is_of(self, t: torch.Tensor) -> bool:
+        """Whether it minds what becomes of t itself; a plain watch minds bytes alone."""
+        return False
+
+    def note_change(self, write: Write) -> None:
+        """Take account of an op that gave what `is_of` tells another storage, or other sizes."""
+
     def through(self, region: Region | None) -> str | None:
         """The view op that made an alias of this geometry, if one was seen."""
         if self._aliases is None or region is None:
@@ -294,15 +301,17 @@ def watches_reached(plan: Plan, args: Any, kwargs: Any) -> Watching:
         for t in argument.tensors(args, kwargs):
             if key_of(t) in watched:
                 found[id(t)] = watches = watches_on(t)
-                if not plan.changes_metadata:
-                    _refuse_forbidden(t, watches, plan, argument.name)
+                _refuse_forbidden(t, watches, plan, argument.name)
     return found
 
 
 def _refuse_forbidden(t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str) -> None:
     region = region_of(t)
     for watch in watches:
-        if watch.forbidden and overlaps(watch.region, region):
+        if not watch.forbidden:
+            continue
+        # A change of sizes or storage reaches no byte, and so no other alias.
+        if watch.is_of(t) if plan.changes_metadata else overlaps(watch.region, region):
             saved = watch.saved
             raise MutatedTensorError(
                 f"`{plan.name}({argument})` would write to {saved.op}, protected at {saved.site}; "
@@ -335,6 +344,8 @@ def note_write(
     with _lock:
         for watch in watches:
             reached = not plan.changes_metadata and overlaps(watch.region, region)
+            if plan.changes_metadata and watch.is_of(t):
+                watch.note_change(write)
             now = version(watch.tensor)
             if now is not None and moved and _share_a_counter(t, watch.tensor):
                 end = now + moved if counted else now
