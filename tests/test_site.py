@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import typing_extensions
 from handlers import NoOp, On, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +39,26 @@ def test_user_files_are_those_outside_of_torch_and_viewtrack():
     assert not is_user_file(vt.mode.__file__)
     assert not is_user_file(str(Path(vt.__file__).parent / "cli" / "made_up.py"))
     assert not is_user_file("<frozen importlib._bootstrap>")
+
+
+def test_the_line_is_beyond_a_wrapper_of_the_standard_library():
+    @contextlib.contextmanager
+    def around():
+        yield
+
+    x = torch.ones(3)
+    functions = [
+        around()(torch.nn.functional.relu),
+        typing_extensions.deprecated("old")(torch.nn.functional.relu),
+    ]
+    for relu in functions:
+        with vt.track(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            relu(x, inplace=True); line = here()  # fmt: skip # noqa: E702
+        write = ledger.writes(x)[-1]
+        assert (write.filename, write.lineno) == (__file__, line)
+    beside_the_user = Path(__file__).with_name("functools.py")
+    assert is_user_file(str(beside_the_user))
 
 
 def test_a_library_beside_torch_is_user_code():

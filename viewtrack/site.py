@@ -25,6 +25,10 @@ from .plan import Plan, plan_of
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Whose frames are wrappers around somebody else's function: torch's own decorators are made of them
+# (`typing_extensions.deprecated` around collectives).
+_WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py", "warnings.py")
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _user_file: dict[str, bool] = {}
 
 _TRACKED = "tracked_handler"
@@ -82,11 +86,15 @@ class AtSite:
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file belongs neither to torch nor to viewtrack."""
+    """Whether a file belongs neither to torch nor to viewtrack, nor holds mere wrappers."""
     known = _user_file.get(filename)
     if known is None:
         path = filename if filename.startswith("<") else os.path.abspath(filename)
-        known = _user_file[filename] = not path.startswith((_OWN, _TORCH, "<frozen"))
+        folder, name = os.path.split(path)
+        known = _user_file[filename] = not (
+            path.startswith((_OWN, _TORCH, "<frozen"))
+            or (name in _WRAPPERS and folder in (_LIBRARY, os.path.dirname(_TORCH[:-1])))
+        )
     return known
 
 
