@@ -76,6 +76,15 @@ class Numbers(torch.nn.Module):
         return (x @ x * self.scale).sin().sum()
 
 
+class NormIn(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return (self.norm(x) @ x).sin().sum()
+
+
 @both
 def test_numbers_and_exchanged_buffers(contexts):
     with pytest.raises(MutatedTensorError) as caught:
@@ -100,6 +109,44 @@ def test_a_captured_tensor(contexts):
     with pytest.raises(MutatedTensorError, match=r"an input -> f32\[3\]") as caught:
         run(region, contexts())
     assert caught.value.writes[0].op == "aten.add_.Tensor"
+
+
+@both
+@pytest.mark.parametrize(
+    ("check", "write", "op"),
+    [
+        ("storage", lambda t: t.data.add_(1), "aten.add_.Tensor"),
+        ("content", lambda t: t.data.add_(1), "aten.add_.Tensor"),
+        ("content", lambda t: t.numpy().__iadd__(1), "no op that PyTorch saw"),
+    ],
+    ids=["data", "data_by_content", "numpy"],
+)
+def test_a_captured_tensor_that_torch_does_not_see_written(contexts, check, write, op):
+    captured = torch.ones(3)
+
+    def region(x):
+        out = ((x * captured) @ x).sin().sum()
+        write(captured)
+        return out
+
+    with pytest.raises(MutatedTensorError, match=r"an input -> f32\[3\]") as caught:
+        run(region, contexts(check=check))
+    assert caught.value.writes[0].op == op
+
+
+@both
+def test_a_written_buffer_is_named_and_may_be_allowed_by_name(contexts):
+    module = NormIn()
+    with pytest.raises(MutatedTensorError) as caught:
+        run(module, contexts())
+    text = str(caught.value)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert f"BatchNorm1d.{name}" in text
+    allow = dict.fromkeys(
+        (f"BatchNorm1d.{name}" for name in module.norm._buffers), "the recompute does not read it"
+    )
+    right = run(NormIn(), torch_checkpoint.noop_context_fn)
+    assert torch.equal(run(NormIn(), contexts(allow=allow)), right)
 
 
 @both

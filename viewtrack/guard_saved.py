@@ -10,6 +10,7 @@ counts only if it lies in the memory that was saved: a copy on another device ca
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from ._torch import guard as _torch_guard
 from .ledger import Write
 from .mode import track
 from .mutation_text import Mutation, mutation_error
-from .owned_watch import OwnedWatch
+from .owned_watch import SavedWatch
 from .site import place_of, user_frame
 from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
@@ -114,7 +115,7 @@ class _SavedTensors:
 
 def _writes(watch: Watch, t: torch.Tensor) -> tuple[list[Write], int]:
     found, more = watch.writes(t)
-    if not isinstance(watch, OwnedWatch) or not watch.is_exchanged(t):
+    if not (isinstance(watch, SavedWatch) and watch.is_of(t) and watch.is_exchanged(t)):
         return found, more
     # Autograd sees `set_` and `t_` of an input that it saved itself, and takes what `.data =` put
     # there for the input: parameters are gathered and given away so.
@@ -145,11 +146,16 @@ class _PackWatching:
         place = place_of(user_frame(sys._getframe(1)))
         value = self._pack(t)  # what the hook does to the tensor is its own affair
         watches = tuple(
-            WeakWatch(part, "a tensor", place, content=self._content, owned=value is part)
+            WeakWatch(part, "a tensor", place, content=self._content, make=_maker(part, value))
             for part in parts(t)
             if is_watchable(part)
         )
         return _Packed(value, watches)
+
+
+def _maker(t: torch.Tensor, value: Any) -> Callable[..., SavedWatch]:
+    """What makes the watch on a tensor, where a pack hook returned `value` for it."""
+    return functools.partial(SavedWatch, t if value is t else None)
 
 
 def _identity(value: Any) -> Any:

@@ -18,7 +18,8 @@ class OwnedWatch(Watch):
     """Watches bytes, and also a tensor that lies on them, for changes of its sizes and storage.
 
     Args:
-        owner: the tensor. It must outlive the watch, since it is known by its id.
+        owner: the tensor; None watches bytes alone. It must outlive the watch, since it is known
+            by its id.
         t: as for `Watch`, an alias of the owner, or the owner where there is a `counter`.
         op: as for `Watch`.
         place: as for `Watch`.
@@ -33,7 +34,7 @@ class OwnedWatch(Watch):
 
     def __init__(
         self,
-        owner: torch.Tensor,
+        owner: torch.Tensor | None,
         t: torch.Tensor,
         op: str,
         place: Place,
@@ -41,7 +42,7 @@ class OwnedWatch(Watch):
         content: bool = False,
         counter: torch.Tensor | None = None,
     ) -> None:
-        self._owner = id(owner)
+        self._owner = None if owner is None else id(owner)
         self.changed: Write | None = None
         super().__init__(t, op, place, content=content, counter=counter)
 
@@ -62,3 +63,15 @@ class OwnedWatch(Watch):
     def exchange(self) -> Write:
         """What gave the owner another storage or other sizes, once it is known that it has."""
         return self.changed or Write(EXCHANGED, "", UNKNOWN, "", None, None, None, 0)
+
+
+class SavedWatch(OwnedWatch):
+    """Watches what autograd saved for one call."""
+
+    __slots__ = ()
+
+    def ignore(self) -> None:
+        """Let the bytes become what they will: the backward of the call does not read them."""
+        self.release()
+        self._content, self._digest, self._reached = False, None, None
+        self._last = None

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, undeclared_writes
 from ._torch import (
     ADINPLACEORVIEW,
     CONJUGATE,
@@ -53,33 +53,10 @@ from .operands import (
     undeclared,
     written,
 )
-from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
+from .plan import SHARE_UNDECLARED, Plan, caches, plan_of
+from .recorder import Recorder
 from .site import issued_in_handler, locate
-from .watch import Watching, watched, watches_reached
-
-
-class Recorder(Protocol):
-    """What a step asks of the mode that it runs for."""
-
-    level: int
-
-    def found_alias(self, plan: Plan) -> None:
-        """Tell once that an op returned memory of its argument undeclared."""
-
-    def record(
-        self,
-        plan: Plan,
-        argument: Argument,
-        t: Any,
-        was: int | None,
-        located: tuple[bool, bool, Any],
-        watching: Watching,
-    ) -> None:
-        """Enter the write that an op has done to `t` into the ledger, and tell who watches it."""
-
-    def took_apart(self, plan: Plan, t: Any) -> None:
-        """Note where an op returned a list of views of `t`."""
-
+from .watch import watched, watches_reached
 
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
 
@@ -265,6 +242,17 @@ def _undeclared(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> 
     return out
 
 
+def _updating(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """An op that updates running statistics without its schema saying so."""
+    if not watched:
+        return op(*args, **kwargs) if kwargs else op(*args)
+    found = undeclared_writes.updated(plan, args)
+    out = op(*args, **kwargs)
+    if found:
+        mode.updated(plan, args, found, locate(sys._getframe(2), plan, args, kwargs))
+    return out
+
+
 def _join_undeclared(mode: Recorder, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
     share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
     for t, base in undeclared(plan, args, kwargs, out):
@@ -363,6 +351,8 @@ def _step_of(plan: Plan) -> Step | None:
         return _foreign
     if plan.qualified == "aten::_unsafe_view":
         return _unsafe_view
+    if plan.qualified in undeclared_writes.UPDATES:
+        return _updating
     return _undeclared if plan.may_alias_undeclared else None
 
 

@@ -25,9 +25,11 @@ from .operands import (
     written,
 )
 from .plan import Argument, Plan
+from .recorder import Located
 from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
 from .stand_in import with_a_frame
 from .steps import Step, choose, chosen
+from .undeclared_writes import Updated, note_updates
 from .watch import Watching, note_write
 
 _mode_stack_len = _torch.mode_stack_len
@@ -133,13 +135,19 @@ class TrackingMode(_torch.QuietMode):
         """Note where an op returned a list of views of `t`."""
         ledger.open(t).took_apart(plan.name, place_of(user_frame(sys._getframe(3))))
 
+    def updated(self, plan: Plan, args: Any, found: Updated, located: Located) -> None:
+        """Tell who watches them of running statistics that an op has updated."""
+        _, in_handler, user = located
+        place = place_of(user, in_handler, self.level > 1)
+        note_updates(plan, args, found, place, self._thread)
+
     def record(
         self,
         plan: Plan,
         argument: Argument,
         t: Any,
         was: int | None,
-        located: tuple[bool, bool, Any],
+        located: Located,
         watching: Watching,
     ) -> None:
         """Enter the write that an op has done to `t` into the ledger, and tell who watches it.

@@ -301,11 +301,16 @@ def watches_reached(plan: Plan, args: Any, kwargs: Any) -> Watching:
         for t in argument.tensors(args, kwargs):
             if key_of(t) in watched:
                 found[id(t)] = watches = watches_on(t)
-                _refuse_forbidden(t, watches, plan, argument.name)
+                refuse_forbidden(t, watches, plan, argument.name)
     return found
 
 
-def _refuse_forbidden(t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str) -> None:
+def refuse_forbidden(t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str) -> None:
+    """Refuse a write to t that would reach a tensor that is protected.
+
+    Raises:
+        MutatedTensorError: it would.
+    """
     region = region_of(t)
     for watch in watches:
         if not watch.forbidden:

@@ -14,7 +14,6 @@ import torch
 
 from ._torch import guard as _torch_guard
 from .ledger import key_of
-from .owned_watch import OwnedWatch
 from .site import Place
 from .watch import Watch
 
@@ -27,7 +26,7 @@ class WeakWatch:
         op: the op that made it, or a label.
         place: the line that saved it.
         content: whether bytes decide, and not writes.
-        owned: whether somebody keeps t itself, so that it matters what becomes of its sizes.
+        make: what makes the watch.
         died: called with the watch when the storage dies.
 
     Attributes:
@@ -43,15 +42,10 @@ class WeakWatch:
         place: Place,
         *,
         content: bool = False,
-        owned: bool = False,
+        make: Callable[..., Watch] = Watch,
         died: Callable[[WeakWatch], None] | None = None,
     ) -> None:
-        counter = _torch_guard.counter_of(t)
-        self.watch = (
-            OwnedWatch(t, t, op, place, content=content, counter=counter)
-            if owned
-            else Watch(t, op, place, content=content, counter=counter)
-        )
+        self.watch = make(t, op, place, content=content, counter=_torch_guard.counter_of(t))
         own = weakref.ref(self)  # the storage must not keep its watch, nor what the watch is in
 
         def storage_died(_: Any) -> None:

@@ -35,6 +35,7 @@ class Inputs:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._watches: dict[int, WeakWatch] = {}
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made: set[int] = set()
         self._modules: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []
@@ -58,6 +59,7 @@ class Inputs:
                 place = place_of(user_frame(sys._getframe(2)))
                 weak = WeakWatch(t, "an input", place, content=self._options.content)
                 self._watches[key_of(t)] = weak
+                self._tensors[key_of(t)] = weakref.ref(t)
 
     def made(self, out: Any) -> None:
         """Note that the region made these."""
@@ -84,13 +86,16 @@ class Inputs:
             self._modules.append((module, {k: _kept(v) for k, v in _attributes(module)}))
 
     def _mutation(self, key: int) -> Mutation | None:
-        weak = self._watches[key]
-        t = self._named(key)[1]
-        if t is None and weak.watch.has_fingerprint:
-            return None  # of a tensor that no module holds only the writes are known
-        found = self._options.mutation_of((weak.watch,), t)
+        watch, (name, t) = self._watches[key].watch, self._named(key)
+        if name in self._options.allow:
+            return None
+        t = self._tensors[key]() if t is None else t
+        if t is None and watch.has_fingerprint:
+            found = self._options.noted_on(watch)  # there are no bytes to look at any more
+        else:
+            found = self._options.mutation_of((watch,), t)
         if found is not None:
-            weak.watch.rename(self._named(key)[0])
+            watch.rename(name)
         return found
 
     def _named(self, key: int) -> tuple[str, torch.Tensor | None]:
@@ -112,7 +117,7 @@ class Inputs:
                 if label not in self._options.allow and not _is_same(old, now.get(name, _ABSENT)):
                     yield (
                         f"`{label}` was {_shown(old)} when the forward began and is "
-                        f"{_shown(now.get(name, _ABSENT))} now"
+                        f"{_shown(now.get(name, _ABSENT))} now; if it may, add {label!r} to allow="
                     )
 
 

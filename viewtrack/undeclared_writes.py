@@ -1,0 +1,88 @@
+"""ATen ops that update running statistics in place, without a word of it in their schema.
+
+Autograd saves the statistics before such an op updates them, and its backward does not read them:
+that is why their counters may not move. Who guards them minds all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .info import version
+from .owned_watch import SavedWatch
+from .plan import Plan
+from .site import Place
+from .watch import Watch, note_write, refuse_forbidden, watches_on
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What an op updates.
+
+    Attributes:
+        positions: of the statistics among the arguments.
+        training: the position of the flag that says whether it does; None if it always does.
+    """
+
+    positions: tuple[int, ...]
+    training: int | None = None
+
+
+_BATCH_NORM = Updates((3, 4), training=5)
+
+UPDATES = {
+    "aten::native_batch_norm": _BATCH_NORM,
+    "aten::cudnn_batch_norm": _BATCH_NORM,
+    "aten::miopen_batch_norm": _BATCH_NORM,
+    "aten::batch_norm_gather_stats": Updates((3, 4)),
+    "aten::batch_norm_gather_stats_with_counts": Updates((3, 4)),
+    "aten::batch_norm_update_stats": Updates((1, 2)),
+}
+
+Updated = list[tuple[str, torch.Tensor, list[Watch]]]
+
+
+def updated(plan: Plan, args: Any) -> Updated:
+    """The statistics that a call is about to update and somebody watches.
+
+    Raises:
+        MutatedTensorError: some of them are protected.
+    """
+    updates = UPDATES[plan.qualified]
+    if updates.training is not None and not args[updates.training]:
+        return []
+    found = []
+    for index, name in zip(updates.positions, ("running_mean", "running_var"), strict=True):
+        t = args[index]
+        watches = [] if t is None else watches_on(t)
+        if watches:
+            refuse_forbidden(t, watches, plan, name)
+            found.append((name, t, watches))
+    return found
+
+
+def note_updates(plan: Plan, args: Any, found: Updated, place: Place, thread: str) -> None:
+    """Note that they have been updated, for all but the backward of this very call."""
+    for name, t, watches in found:
+        own = _laid_by(args, watches)
+        if own is not None:
+            own.ignore()
+        others = [watch for watch in watches if watch is not own]
+        now = version(t)
+        note_write(t, others, plan, (plan.name, name, place, thread, now, now), False)
+
+
+def _laid_by(args: Any, watches: list[Watch]) -> SavedWatch | None:
+    """The watch that was laid when autograd saved the statistics for the call."""
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in _tensors(args)):
+        return None
+    saved = [watch for watch in watches if isinstance(watch, SavedWatch)]
+    return saved[-1] if saved else None
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    return (t for t in args if isinstance(t, torch.Tensor))
