@@ -7,7 +7,9 @@ import gc
 
 import pytest
 import torch
-from regions import MATMULS, LiveBytes, aten, inputs, mlp, run
+from regions import MATMULS, LiveBytes, aten, dropped, inputs, mlp, run
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -29,6 +31,16 @@ def same(a, b):
         torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
         for x, y in zip(a, b, strict=True)
     )
+
+
+def joint(look):
+    """A partitioner that looks at the graph of forward and backward before it is cut."""
+
+    def partition(graph_module, *args, **kwargs):
+        look(graph_module, None)
+        return min_cut_rematerialization_partition(graph_module, *args, **kwargs)
+
+    return partition
 
 
 class Ran(TorchDispatchMode):
@@ -88,6 +100,82 @@ def test_an_effect_is_repeated_where_torch_repeats_it(policy, contexts, capfd):
 def test_from_2_15_on_an_effect_is_saved_unasked(capfd):
     run(lambda x, w: (aten._print("an effect"), (x @ w).sum())[1], lambda: ours(MATMULS))
     assert capfd.readouterr().out.count("an effect") == (1 if RELEASE >= (2, 15) else 2)
+
+
+# Options of checkpoint().
+
+
+def region_of_another_shape():
+    times = []
+
+    def region(x, w):
+        times.append(1)
+        h = (x if len(times) == 1 else x[:1]) @ w
+        return h.sin().exp().sum()
+
+    return region
+
+
+def outcome(contexts, make_region, **options):
+    """Gradients and the state of the random numbers after a step; or the error."""
+    torch.manual_seed(0)
+    try:
+        grads = run(make_region(), functools.partial(contexts, MATMULS), **options)[1]
+    except Exception as error:
+        return [type(error).__name__, str(error).replace(str(contexts), "")]
+    return [*grads, torch.get_rng_state()]
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"determinism_check": "none"},
+        {"determinism_check": "default"},
+        {"preserve_rng_state": False},
+        {"preserve_rng_state": True},
+        {"debug": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "make_region", [lambda: mlp, lambda: dropped, region_of_another_shape], ids=range(3)
+)
+def test_options_of_checkpoint_do_what_they_do_with_torchs_contexts(contexts, options, make_region):
+    assert same(outcome(contexts, make_region, **options), outcome(stock, make_region, **options))
+
+
+@both
+def test_the_graph_of_a_compiled_region_has_the_marks_that_torch_makes(contexts):
+    """`ac_graph_id` and the decisions, for the partitioner."""
+
+    def marks(pair):
+        torch._dynamo.reset()
+        found = []
+
+        def look(graph_module, _):
+            found.extend(
+                [n.name, n.meta.get("ac_graph_id"), str(n.meta.get("recompute"))]
+                for n in graph_module.graph.nodes
+                if n.meta.get("recompute") is not None
+            )
+            return graph_module.forward
+
+        def step(x, w):
+            context_fn = functools.partial(pair, MATMULS)
+            return checkpoint(mlp, x, w, use_reentrant=False, context_fn=context_fn)
+
+        torch.compile(step, backend=aot_autograd(fw_compiler=look, partition_fn=joint(look)))(
+            *inputs()
+        ).backward()
+        torch._dynamo.reset()
+        return found
+
+    mine, torchs = marks(contexts), marks(stock)
+    first = {mark[1] for mark in torchs}
+    assert len(mine) == len(torchs) > 0
+    assert {mark[1] is None for mark in mine} == {one is None for one in first}
+    assert [mark[2] for mark in mine] == [mark[2] for mark in torchs]
 
 
 # Offloading by saved-tensor hooks.

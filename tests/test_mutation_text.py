@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
+from write_ways import OPS, one_process_group
 
 from viewtrack import MutatedTensorError, MutationGuard, track
 from viewtrack.checkpoint import create_selective_checkpoint_contexts, guard
@@ -232,4 +233,46 @@ a guarded tensor has been mutated before it was reused
 ...
             and 2 more writes
   mend      use the out-of-place op on line +5, or add 'aten.add_' to allow=""",
+    )
+
+
+def test_every_way_to_write(tmp_path):
+    """What is said of each op of the table, without places."""
+    told = []
+    with one_process_group(tmp_path / "store"):
+        for op in OPS:
+
+            def region(x, w, op=op):
+                h = x[0] @ w
+                op.write(h.detach())
+                return (h * h).sum()
+
+            text = text_of(region, check="storage" if op.seen else "content")
+            _, _, written = text.partition("written")
+            line, _, after = written.partition("\n")
+            after = after.strip().split("\n")[0] if op.seen else ""
+            told.append(f"{op.name}: {line.strip().split('  ')[0]} {after}".rstrip())
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+mul_: aten.mul_.Tensor(self) version 0 -> 1, thread MainThread
+iadd: aten.add_.Tensor(self) version 0 -> 1, thread MainThread
+setitem: aten.fill_.Tensor(self) version 0 -> 1, thread MainThread, idempotent
+copy_: aten.copy_.default(self) version 0 -> 1, thread MainThread
+out: aten.add.out(out) version 0 -> 1, thread MainThread
+foreach: aten._foreach_mul_.Scalar(self) version 0 -> 1, thread MainThread
+fused_sgd: aten._fused_sgd_.default(self) version 0 -> 0, thread MainThread
+fused_adam: aten._fused_adam_.default(self) version 0 -> 0, thread MainThread
+fused_adamw: aten._fused_adamw_.default(self) version 0 -> 0, thread MainThread
+fused_adagrad: aten._fused_adagrad_.default(self) version 0 -> 0, thread MainThread
+resize_and_refill: aten.fill_.Scalar(self) version 2 -> 3, thread MainThread, idempotent
+set_and_write: aten.fill_.Scalar(self) version 1 -> 2, thread MainThread, idempotent
+declared_custom_op: write_ways.declared.default(x) version 0 -> 0, thread MainThread
+undeclared_custom_op: its bytes changed, and no op that PyTorch saw wrote them
+numpy: its bytes changed, and no op that PyTorch saw wrote them
+pointer: its bytes changed, and no op that PyTorch saw wrote them
+collective: c10d.scatter_.default(output_tensors) version 0 -> 1, thread MainThread
+all_gather: c10d.allgather_.default(output_tensors) version 0 -> 1, thread MainThread
+reduce_scatter: aten.copy_.default(self) version 0 -> 1, thread MainThread
+functional: _c10d_functional.all_gather_into_tensor_out.default(out) version 0 -> 1, thread MainThread""",
     )

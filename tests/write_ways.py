@@ -169,7 +169,7 @@ OPS = [
     Op("collective", _collective, counted=False),
     Op("all_gather", _all_gather),
     Op("reduce_scatter", _reduce_scatter),
-    Op("functional_collective", _functional_collective),
+    Op("functional", _functional_collective),
 ]
 
 

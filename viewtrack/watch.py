@@ -376,7 +376,7 @@ def note_alias(args: Any, out: Any, op: str) -> None:
     if not isinstance(base, torch.Tensor) or key_of(base) not in watched:
         return
     for t in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(t, torch.Tensor) and key_of(t) == key_of(base):
+        if isinstance(t, torch.Tensor) and t is not base and key_of(t) == key_of(base):
             for watch in watches_on(base):
                 watch.add_alias(t, op)
 
