@@ -291,3 +291,26 @@ def test_copies_without_fences():
     assert copies.fences == {}
     assert copies.arguments[0].untyped_storage().resizable()
     assert not share_memory(copies.arguments[0], x)
+
+
+def test_a_fence_is_as_wide_as_what_it_guards():
+    copies = Copies((torch.ones(1).expand(1000),))
+    (fence,) = copies.fences.values()
+    zero(copies.arguments[0], 999, 1)
+    assert fence.harmed() == 999 * 4
+
+
+def test_an_op_that_takes_its_argument_once_only():
+    def body(x):
+        if x.dim() != 1:
+            raise ValueError("a vector")
+        x.unsqueeze_(0)
+
+    op = defined("once_(Tensor(a!) x) -> ()", body, "CompositeExplicitAutograd")
+    assert check_op(op, (torch.ones(2),)) == []
+
+
+def test_what_has_no_memory_shares_none():
+    op = defined("flat(Tensor x) -> Tensor", lambda x: x.view(-1))
+    assert check_op(op, (torch.ones(0, 2),)) == []
+    assert kinds(check_op(op, (torch.ones(1, 2),))) == [("undeclared alias", "x", 0)]

@@ -117,6 +117,19 @@ def test_a_kernel_that_goes_by_no_strides_is_found(capsys):
     assert "(input: every other column" in said
 
 
+def test_wrong_outputs_are_findings_and_no_refusals(capsys):
+    defined("some(Tensor x) -> ()", lambda x: x + 1)
+    assert cli.main(["check", "vtcli::some"]) == 1
+    assert "return None but it returned something else" in capsys.readouterr().out
+
+    @torch.library.custom_op("vtcli::itself", mutates_args=())
+    def itself(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert cli.main(["check", "vtcli::itself"]) == 1
+    assert "output 0 in the memory of argument `x`" in capsys.readouterr().out
+
+
 def test_notes_are_told_when_asked_for_and_change_no_status(capsys):
     defined("idle(Tensor(a!) x) -> ()", lambda x: None)
     assert cli.main(["check", "vtcli::idle"]) == 0

@@ -211,6 +211,18 @@ def test_another_error_of_a_custom_op_is_its_own():
         fails(torch.ones(2))
     assert type(raised.value) is RuntimeError
 
+    ran = []
+
+    @torch.library.custom_op("vtforeign::other_error", mutates_args=())
+    def fails_once(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        raise RuntimeError("something else")
+
+    library.register(fails_once)
+    with pytest.raises(RuntimeError, match="something else"):
+        fails_once(torch.ones(2))
+    assert ran == [1]
+
 
 def test_an_autograd_kernel_of_its_own_is_kept():
     class Double(torch.autograd.Function):
