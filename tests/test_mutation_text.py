@@ -274,5 +274,5 @@ pointer: its bytes changed, and no op that PyTorch saw wrote them
 collective: c10d.scatter_.default(output_tensors) version 0 -> 1, thread MainThread
 all_gather: c10d.allgather_.default(output_tensors) version 0 -> 1, thread MainThread
 reduce_scatter: aten.copy_.default(self) version 0 -> 1, thread MainThread
-functional: _c10d_functional.all_gather_into_tensor_out.default(out) version 0 -> 1, thread MainThread""",
+functional: _c10d_functional.all_gather_into_tensor_out.default(out) version 0 -> 1, thread MainThread""",  # noqa: E501
     )
