@@ -183,7 +183,7 @@ def test_data_of_a_nested_tensor_can_be_put_in_another_buffer():
 def test_a_jagged_tensor_has_the_keys_of_nested_ones_and_a_view_op_for_its_values():
     x = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layout=torch.jagged)
     keys = torch._C._dispatch_keys(x)
-    assert keys | _nested.KEYS == keys, HERE
+    assert repr(keys | _nested.KEYS) == repr(keys), HERE  # 2.6 cannot compare them
     x.requires_grad_()
     y = x * 1
     assert _nested.values_of_jagged(y)._base is y, HERE

@@ -18,12 +18,13 @@ from .._torch import subclass as _torch_subclass
 from ..errors import ViewTrackError
 from ..info import version
 from .correct import correct_aliasing
+from .memory import InnerMemory, without_inner
 from .running import run_counted
 
 T = TypeVar("T", bound="TrackedTensor")
 
 
-class TrackedTensor(torch.Tensor):
+class TrackedTensor(InnerMemory):
     """Wraps any tensor; every op on it gives what the same op on the inner tensor gives.
 
     That holds for values, sizes, strides, dtype, device, view relations, version counters,
@@ -50,8 +51,6 @@ class TrackedTensor(torch.Tensor):
 
     counts_itself = True
     __torch_function__ = _torch_subclass.no_torch_function_impl
-
-    _inner: torch.Tensor
 
     def __new__(  # noqa: D102 - the class tells
         cls: type[T],
@@ -171,13 +170,13 @@ class TrackedTensor(torch.Tensor):
         new = _blank(type(self), inner, self.dtype, self.requires_grad)
         memo[id(self)] = new
         new._inner = inner
-        new.__dict__.update(copy.deepcopy(_without_inner(self), memo))
+        new.__dict__.update(copy.deepcopy(without_inner(self), memo))
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        arguments = (type(self), self._inner, self.dtype, self.requires_grad, _without_inner(self))
+        arguments = (type(self), self._inner, self.dtype, self.requires_grad, without_inner(self))
         return _rebuild, arguments
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -187,25 +186,6 @@ class TrackedTensor(torch.Tensor):
         elif self.requires_grad:
             history = ", requires_grad=True"
         return f"{type(self).__name__}({self._inner!r}{history})"
-
-    def values(self) -> torch.Tensor:
-        """The values of a sparse tensor, or the buffer of a nested one, as a view."""
-        if self._inner.layout is torch.jagged:
-            return nested.values_of_jagged(self)
-        return super().values()
-
-    def tolist(self) -> Any:
-        """The values as Python numbers, in nested lists."""
-        return self._inner.tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values as a numpy array that shares the inner tensor's memory, as torch's does."""
-        if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
-                "instead."
-            )
-        return self._inner.numpy(force=force)
 
 
 def _rebuild(cls: Any, inner: Any, dtype: Any, requires_grad: bool, state: Any) -> Any:
@@ -226,11 +206,6 @@ _ASKS_REQUIRES_GRAD = frozenset({torch.ops.aten._sparse_mm_reduce_impl.default})
 def _inner_as_required(t: TrackedTensor) -> torch.Tensor:
     """An alias of the inner tensor that requires grad as the wrapper does."""
     return t.unwrap().detach().requires_grad_(t.requires_grad)
-
-
-def _without_inner(t: TrackedTensor) -> dict[str, Any]:
-    """What a subclass or a user has put on the wrapper."""
-    return {key: value for key, value in t.__dict__.items() if key != "_inner"}
 
 
 def _blank(cls: type[T], inner: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> T:
