@@ -204,11 +204,11 @@ def test_what_a_region_starts_from():
         text,
         """\
 what a checkpointed region starts from has been mutated before it was reused
-  changed   `Gate.load` was None when the forward began and is f32[3] now
+  changed   `Gate.load` was None when the forward began and is f32[3] now; if it may, add 'Gate.load' to allow=
   saved     Gate.seen -> f32[3]                   test.py:+N in forward:  self.seen += 1
   written   aten.add_.Tensor(self)                test.py:+N in forward:  self.seen += 1
             version 0 -> 1, thread MainThread
-  mend      use the out-of-place op on line +N, or add 'aten.add_' to allow=""",
+  mend      use the out-of-place op on line +N, or add 'aten.add_' to allow=""",  # noqa: E501
     )
 
 
@@ -268,6 +268,7 @@ fused_adagrad: aten._fused_adagrad_.default(self) version 0 -> 0, thread MainThr
 resize_and_refill: aten.fill_.Scalar(self) version 2 -> 3, thread MainThread, idempotent
 set_and_write: aten.fill_.Scalar(self) version 1 -> 2, thread MainThread, idempotent
 declared_custom_op: write_ways.declared.default(x) version 0 -> 0, thread MainThread
+torch_custom_op: write_ways.custom.default(x) version 0 -> 1, thread MainThread
 undeclared_custom_op: its bytes changed, and no op that PyTorch saw wrote them
 numpy: its bytes changed, and no op that PyTorch saw wrote them
 pointer: its bytes changed, and no op that PyTorch saw wrote them
