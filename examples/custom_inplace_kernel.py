@@ -32,6 +32,8 @@ def zero_rows(x: Tensor, rows: list[int]) -> Tensor:
 def drop_rows_(x: Tensor, rows: list[int]) -> Tensor:
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError("drop_rows_ takes a matrix whose rows are contiguous")
+    if any(not 0 <= row < x.shape[0] for row in rows):
+        raise IndexError(f"drop_rows_ got rows {rows} of a matrix of {x.shape[0]}")
     return zero_rows(x, rows)
 
 

@@ -44,9 +44,13 @@ def test_views_and_in_place_ops_on_them(head, backend):
     same_compiled(fn, backend, torch.arange(1.0, 5))
 
 
+# torch 2.6 stumbles over it by itself, and names the op too.
+SAYS_INFERENCE = r"inference_head.*enters inference_mode.*no_grad|While executing %inference_head"
+
+
 def test_a_body_in_inference_mode_is_refused_by_name():
     fn = torch.compile(lambda x: HEADS["inference"](x * 1, 2).sum(), backend="aot_eager")
-    with pytest.raises(Exception, match=r"inference_head.*enters inference_mode.*no_grad"):
+    with pytest.raises(Exception, match=SAYS_INFERENCE):
         fn(torch.ones(4, requires_grad=True))
 
 

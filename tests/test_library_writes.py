@@ -176,6 +176,26 @@ def test_what_may_not_be_written_is_refused_before_it_is(op, context):
     assert leaf._version == first._version == view._version == 0
 
 
+@contexts
+def test_a_refusal_looks_at_all_that_requires_grad(context):
+    add_ = library.inplace_op(fresh("(Tensor(a!) x, Tensor y) -> Tensor(a!)"), _adds_unseen)
+    add_.register_autograd(lambda ctx, grad: (grad, grad))
+    weight = torch.ones(2, requires_grad=True)
+    x = torch.ones(2)
+    with torch.no_grad():
+        view = x.view_as(x)
+    for write in (torch.Tensor.add_, add_):
+        with context(), pytest.raises(RuntimeError, match="created in no_grad mode"):
+            write(view, weight)
+        assert (x.tolist(), x._version) == ([1, 1], 0)
+    assert add_(view, weight.detach()).tolist() == [2, 2]
+
+
+def _adds_unseen(x, y):
+    x.detach().numpy()[...] += y.detach().numpy()
+    return x
+
+
 @pytest.mark.parametrize("op", [axpy_, raw_zero_, formula_zero_], ids=str)
 def test_an_inference_tensor_is_refused_outside_of_inference_mode(op):
     with torch.inference_mode():

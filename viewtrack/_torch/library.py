@@ -351,12 +351,14 @@ def rebase_history(t: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_inplace(t: torch.Tensor) -> None:
-    """Raise native's error if t may not be written in place. Call it only if that is so.
+    """Raise native's error if t may not be written in place where autograd records.
 
-    Relies on the Autograd kernel of zero_, which looks before it redispatches.
+    Call it only if that is so. Relies on the Autograd kernel of copy_, which looks before it
+    redispatches, and at t only if t or the source requires grad.
     """
+    source = torch.zeros((), dtype=t.dtype, device=t.device, requires_grad=True)
     with without_modes(), _torch._exclusion(_torch._ADINPLACEORVIEW, _torch._BELOW_AUTOGRAD):
-        _torch.answering(_ZERO, t, _ZERO, t)
+        _torch.answering(_COPY, t, _COPY, t, source)
 
 
 def set_history(t: torch.Tensor, out: torch.Tensor) -> None:
@@ -366,7 +368,6 @@ def set_history(t: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _COPY = aten.copy_.default
-_ZERO = aten.zero_.default
 _ALIAS = aten.alias.default
 
 

@@ -33,7 +33,7 @@ def check_writable(t: torch.Tensor) -> None:
     Raises:
         RuntimeError: t is a leaf that requires grad, or a view that may not be written.
     """
-    if not torch.is_grad_enabled():
+    if not _is_floating(t):
         return
     if t._is_view():
         refused = _torch.creation_meta(t) is not CreationMeta.DEFAULT

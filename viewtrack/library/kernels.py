@@ -64,7 +64,7 @@ class Kernels:
         if traced.looks_through(spec, tensors, args, kwargs, needs):
             return traced.run_body(spec, args, kwargs)
         written = [t for _, t in spec.writes(args, kwargs)]
-        if needs:
+        if needs and written and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             for t in written:
                 check_writable(t)
         looks_inside = spec.formula is None and not spec.opaque
