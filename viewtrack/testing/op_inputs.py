@@ -135,9 +135,10 @@ def _refusal(op: Any, given: Any) -> str | None:
     try:
         with torch.no_grad():
             op(*args, **kwargs)
-    except ViewTrackError:
-        return None
     except Exception as error:
+        refuses_overlap = "unsupported operation: more than one element" in str(error)
+        if isinstance(error, ViewTrackError) and not refuses_overlap:
+            return None
         if is_misfit(error) or "may not alias" in str(error):
             return None
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
