@@ -1,6 +1,7 @@
 """Torch's own wrapper subclasses: under `track`, inside `TrackedTensor`, under the mixin."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import viewtrack as vt
 from viewtrack import TrackedTensor
 from viewtrack.ledger import ledger
 from viewtrack.testing import SubclassConformance
+from viewtrack.testing.subclass_checks import Subject, check_gradients, check_operation
 from viewtrack.testing.subclass_table import OPERATIONS
 
 # Nested tensors of layout jagged.
@@ -197,6 +199,33 @@ def test_a_dtensor_inside(mesh):
     assert torch.equal(x.grad.unwrap().to_local(), 2 * plain)
 
 
+class TestDTensorInside(SubclassConformance):
+    unsupported = frozenset({"resized_out"})
+
+    @pytest.fixture(autouse=True)
+    def on_a_mesh(self, mesh):
+        self.mesh = mesh
+
+    def make(self, inner):
+        return TrackedTensor(dtensor(self.mesh, inner))
+
+    def read(self, t):
+        return t.unwrap().to_local()
+
+    def _report(self, name, problems):
+        """What DTensor itself raises for is skipped; which ops these are differs by version."""
+        if any("raised" in problem for problem in problems):
+            bare = Subject(partial(dtensor, self.mesh), lambda t: t.to_local(), self.same, False)
+            found = (
+                check_gradients(bare)
+                if name == "gradients"
+                else check_operation(next(o for o in OPERATIONS if o.name == name), bare)
+            )
+            if any("raised" in problem for problem in found):
+                pytest.skip(f"DTensor itself does not have `{name}`: {found[0]}")
+        super()._report(name, problems)
+
+
 def test_a_tracked_tensor_inside_a_dtensor(mesh):
     w = dtensor(mesh, TrackedTensor(torch.zeros(2, 3)))
     w.add_(1)
@@ -210,7 +239,10 @@ def test_a_tracked_tensor_inside_a_dtensor(mesh):
 
 @pytest.mark.compat
 def test_torchao_quantized_weight():
-    quantization = pytest.importorskip("torchao.quantization")
+    try:
+        from torchao import quantization
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"needs a torchao for torch {torch.__version__}: {error}")
     module = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
     x = torch.rand(2, 64, dtype=torch.bfloat16)
     quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
