@@ -98,12 +98,16 @@ def _detach_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) ->
 
 
 def _guarded(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the op with ADInplaceOrView on."""
+    """Run the op with ADInplaceOrView on.
+
+    For an op on a ScriptObject, Python calls the handler, and excludes nothing before.
+    """
+    was = is_excluded(ADINPLACEORVIEW)
     set_excluded(ADINPLACEORVIEW, False)
     try:
         return stripped(op(*args, **kwargs), args)
     finally:
-        set_excluded(ADINPLACEORVIEW, True)
+        set_excluded(ADINPLACEORVIEW, was)
 
 
 def _composite(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -299,13 +303,14 @@ def _resolving(step: Step, always: bool) -> Step:
     def resolving(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         if not (always or is_complex(args)):
             return step(mode, plan, op, args, kwargs)
+        conjugate, negative = is_excluded(CONJUGATE), is_excluded(NEGATIVE)
         set_excluded(CONJUGATE, False)
         set_excluded(NEGATIVE, False)
         try:
             return step(mode, plan, op, args, kwargs)
         finally:
-            set_excluded(CONJUGATE, True)
-            set_excluded(NEGATIVE, True)
+            set_excluded(CONJUGATE, conjugate)
+            set_excluded(NEGATIVE, negative)
 
     return resolving
 
@@ -345,7 +350,7 @@ def _step_of(plan: Plan) -> Step | None:
         return _composite
     if plan.qualified == "aten::detach":
         return _detach_view
-    if plan.views and plan.has_native_kernel:
+    if plan.views and plan.has_native_kernel and plan.is_aten:
         return _views if plan.views[0].is_list else _view
     if plan.views or not (plan.is_aten or plan.has_native_kernel):
         return _foreign
