@@ -274,6 +274,8 @@ EDITS = {
     "raw": lambda b, v: ctypes.memset(b.data_ptr(), 0, 16),
 }
 REFUSED = {"slice", "custom op", "raw"}
+if torch.__version__ < "2.7":  # its mode raises an AttributeError at a list of tensors
+    del EDITS["foreach"]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -281,7 +283,8 @@ REFUSED = {"slice", "custom op", "raw"}
 def test_edits_under_allow_mutation_are_right_or_refused(edit, inside):
     pair = [by_content(), allow_mutation_on_saved_tensors()]
     leaf = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    refuses = edit in REFUSED
+    # Torch 2.6 cannot tell which hooks are there, so those around are not called: LIMITATIONS.md.
+    refuses = edit in REFUSED or (inside and torch.__version__ < "2.7")
     expected = pytest.raises(MutatedTensorError) if refuses else contextlib.nullcontext()
     first, second = reversed(pair) if inside else pair
     with expected, first, second:
