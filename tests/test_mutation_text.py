@@ -253,7 +253,8 @@ def test_every_way_to_write(tmp_path):
             after = after.strip().split("\n")[0] if op.seen else ""
             told.append(f"{op.name}: {line.strip().split('  ')[0]} {after}".rstrip())
     assert_expected_inline(
-        "\n".join(told),
+        # From 2.15 on a number is set by another overload.
+        "\n".join(told).replace("setitem: aten.fill_.Scalar", "setitem: aten.fill_.Tensor"),
         """\
 mul_: aten.mul_.Tensor(self) version 0 -> 1, thread MainThread
 iadd: aten.add_.Tensor(self) version 0 -> 1, thread MainThread
