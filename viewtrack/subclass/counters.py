@@ -70,6 +70,31 @@ def increment(t: torch.Tensor) -> None:
 _increment_version = _torch_subclass.increment_version
 
 
+def share_counter(t: Any, other: Any) -> None:
+    """Give a wrapper the counter of its inner tensor, or the other way round, where that can be."""
+    if can_have_one_counter(t, other):
+        _as_view_version_only(t, other)
+
+
+def can_have_one_counter(t: Any, other: Any) -> bool:
+    """Whether a wrapper and its inner tensor can share one counter.
+
+    Inference tensors have none; what a compiler functionalizes or a torch.func transform has
+    wrapped has one that tells nothing here.
+    """
+    return not (
+        t.is_inference()
+        or other.is_inference()
+        or _torch_subclass.asks_handler_for_sizes(other)
+        or _torch.is_functorch_wrapped(other)
+    )
+
+
+def _as_view_version_only(t: torch.Tensor, base: torch.Tensor) -> None:
+    with _torch.no_torch_function():
+        _torch.as_view_version_only(t, base)
+
+
 def count_inner_write(t: torch.Tensor) -> None:
     """Move the counters of the inner tensors of a wrapper that an op has written."""
     kind = kind_of(type(t))

@@ -13,7 +13,7 @@ import torch
 
 from .. import _torch
 from .._torch import nested
-from ..info import version
+from .counters import share_counter
 
 T = TypeVar("T", bound="InnerMemory")
 
@@ -32,7 +32,10 @@ class InnerMemory(torch.Tensor):
     @property
     def data(self) -> Any:
         """An alias with a counter of its own; what is assigned takes the place of the values."""
-        return _DATA.__get__(self)
+        alias = _DATA.__get__(self)
+        alias._inner = alias._inner.data
+        share_counter(alias._inner, alias)
+        return alias
 
     @data.setter
     def data(self, new: Any) -> None:
@@ -40,9 +43,7 @@ class InnerMemory(torch.Tensor):
             new = self.like(new)
         _DATA.__set__(self, new)  # refuses what does not fit
         inner = new._inner.data
-        counted = version(self)
-        if counted is not None and not inner.is_inference():
-            _torch.set_version(inner, counted)
+        share_counter(inner, self)
         self.__dict__.update(without_inner(new))
         self._inner = inner
 

@@ -16,8 +16,8 @@ from .. import _torch
 from .._torch import nested
 from .._torch import subclass as _torch_subclass
 from ..errors import ViewTrackError
-from ..info import version
 from .correct import correct_aliasing
+from .counters import share_counter
 from .memory import InnerMemory, without_inner
 from .running import run_counted
 
@@ -72,7 +72,8 @@ class TrackedTensor(InnerMemory):
             requires_grad = inner.requires_grad
         self = _blank(cls, inner, dtype or inner.dtype, requires_grad)
         # Its own gradient is none of the wrapper's business, and must not come out of inner ops.
-        self._inner = inner.detach() if inner.requires_grad else inner
+        with _torch.inplace_or_view():  # below autograd a detached tensor has another counter
+            self._inner = inner.detach() if inner.requires_grad else inner
         return self
 
     def __init__(self, inner: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -209,20 +210,19 @@ def _inner_as_required(t: TrackedTensor) -> torch.Tensor:
 
 
 def _blank(cls: type[T], inner: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> T:
-    """A wrapper with inner's geometry, bits and version, around nothing yet."""
+    """A wrapper with inner's geometry, bits and counter, around nothing yet."""
     self: T = _torch_subclass.make_wrapper(
         cls,
         inner.size(),
         dtype=dtype,
         device=inner.device,
-        requires_grad=requires_grad,
         **_geometry(inner, dtype),
     )
     if inner.is_conj() or inner.is_neg():
         _torch_subclass.set_conj_and_neg(self, inner)
-    counted = version(inner)
-    if counted and not self.is_inference():
-        _torch.set_version(self, counted)
+    share_counter(self, inner)  # which drops the metadata that a tensor has
+    if requires_grad:
+        self.requires_grad_()
     return self
 
 
