@@ -76,6 +76,13 @@ def share_counter(t: Any, other: Any) -> None:
         _as_view_version_only(t, other)
 
 
+def share_counter_with_inner(t: Any) -> None:
+    """Give what a wrapper that shares its counter has inside that counter, at every level."""
+    while kind_of(type(t)).counts_itself:
+        share_counter(t._inner, t)
+        t = t._inner
+
+
 def can_have_one_counter(t: Any, other: Any) -> bool:
     """Whether a wrapper and its inner tensor can share one counter.
 

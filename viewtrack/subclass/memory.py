@@ -13,7 +13,7 @@ import torch
 
 from .. import _torch
 from .._torch import nested
-from .counters import share_counter
+from .counters import share_counter_with_inner
 
 T = TypeVar("T", bound="InnerMemory")
 
@@ -34,7 +34,7 @@ class InnerMemory(torch.Tensor):
         """An alias with a counter of its own; what is assigned takes the place of the values."""
         alias = _DATA.__get__(self)
         alias._inner = alias._inner.data
-        share_counter(alias._inner, alias)
+        share_counter_with_inner(alias)
         return alias
 
     @data.setter
@@ -43,9 +43,9 @@ class InnerMemory(torch.Tensor):
             new = self.like(new)
         _DATA.__set__(self, new)  # refuses what does not fit
         inner = new._inner.data
-        share_counter(inner, self)
         self.__dict__.update(without_inner(new))
         self._inner = inner
+        share_counter_with_inner(self)
 
     def values(self) -> torch.Tensor:
         """The values of a sparse tensor, or the buffer of a nested one, as a view."""

@@ -33,7 +33,7 @@ from .counters import (
     increment,
     is_tracked,
     moves_counters_itself,
-    share_counter,
+    share_counter_with_inner,
 )
 from .kinds import kind_of, parts_of
 
@@ -74,7 +74,7 @@ def run_counted(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any]
 def _settle(t: Any, inner: Any) -> None:
     """Put right what a write leaves behind on the inner tensor, and not on the wrapper."""
     if t._inner is not inner:  # `run` has put another one in its place
-        share_counter(t._inner, t)
+        share_counter_with_inner(t)
     if t.is_conj() != t._inner.is_conj():  # lu_solve with out= leaves its result so
         _torch_subclass.set_conj_and_neg(t, t._inner)
 
