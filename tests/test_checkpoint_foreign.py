@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from regions import MATMULS, REGIONS, LiveBytes, aten, inputs, mlp, run
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -144,10 +145,135 @@ def test_three_dimensions_without_bias(pair):
     assert [write.op for write in error.writes] == ["aten.relu_.default"]
 
 
+class HandOutChecked(HandOut):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in MATMULS and self.kept[0]._version:
+            raise RuntimeError("what this pair keeps has been mutated")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def checked_by_hand():
+    kept = []
+    return Keep(kept), HandOutChecked(kept)
+
+
 def test_the_error_of_the_pairs_own_check_is_the_cause():
-    error = error_of(region_with(lambda h: h.mul_(2)), guard(stock))
-    assert "has been mutated" in str(error.__cause__)
-    assert error_of(region_with(lambda h: h.mul_(2)), guard(unchecked)).__cause__ is None
+    error = error_of(region_with(lambda h: h.mul_(2)), guard(checked_by_hand))
+    assert [write.op for write in error.writes] == ["aten.mul_.Tensor"]
+    assert "what this pair keeps" in str(error.__cause__)
+
+
+def in_a_manager(pair=stock):
+    @contextlib.contextmanager
+    def both(context):
+        with contextlib.nullcontext(), context:
+            yield
+
+    forward, recompute = pair()
+    return both(forward), both(recompute)
+
+
+torchs_pair = pytest.mark.parametrize("pair", [stock, in_a_manager, unchecked])
+
+
+@torchs_pair
+@pytest.mark.parametrize("check", ["storage", "content"])
+def test_what_is_allowed_passes_torchs_own_check_too(pair, check):
+    def region(x, w):
+        h = x[0] @ w
+        F.relu(h, inplace=True)
+        return h.exp().sum()
+
+    right = run(region, nothing)[1]
+    allowed = guard(pair, check=check, allow={"aten.relu_": "idempotent"})
+    assert same(run(region, allowed)[1], right)
+    with pytest.raises(MutatedTensorError, match=r"aten\.relu_"):
+        run(region, guard(pair, check=check, allow=["aten.mul_"]))
+
+
+@torchs_pair
+@pytest.mark.parametrize("check", ["storage", "content"])
+def test_a_warning_or_a_call_takes_the_place_of_torchs_error_too(pair, check):
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return op in MATMULS
+
+    asked = []
+    region = region_with(lambda h: F.relu(h, inplace=True))
+    right = run(region, nothing)[1]
+    with pytest.warns(UserWarning, match=r"aten\.relu_\.default\(self\)"):
+        assert same(run(region, guard(pair, check=check, on_mutation="warn"))[1], right)
+    errors = []
+    assert same(run(region, guard(pair, check=check, on_mutation=errors.append))[1], right)
+    assert [[write.op for write in error.writes] for error in errors] == [["aten.relu_.default"]]
+
+    asking = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
+    run(region, functools.partial(asking, allow_cache_entry_mutation=True))
+    times = len(asked)
+    run(region, guard(asking, check=check, on_mutation=errors.append))
+    assert len(asked) == 2 * times
+
+
+@torchs_pair
+def test_a_write_of_equal_bytes_is_none_at_the_content_level(pair):
+    region = region_with(lambda h: h.copy_(h.detach().clone()))
+    assert same(run(region, guard(pair, check="content"))[1], run(region, nothing)[1])
+
+
+def saving(*ops):
+    return functools.partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, [*MATMULS, *ops]
+    )
+
+
+@pytest.mark.parametrize("check", ["storage", "content"])
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_write_to_a_view_that_torch_keeps_is_named(check, detached):
+    """Torch's counter of a view that was made below autograd stands still: stock is silent."""
+
+    def region(x, w):
+        h = x[0] * 2
+        part = (h.detach() if detached else h)[2:]
+        part.add_(1)
+        return (part.sin() @ w).sum()
+
+    error = error_of(region, guard(saving(aten.slice.Tensor), check=check))
+    assert [write.op for write in error.writes] == ["aten.add_.Tensor"]
+    assert error.writes[0].function == "region"
+
+
+@pytest.mark.parametrize("check", ["storage", "content"])
+def test_a_kept_view_of_what_the_region_did_not_make(check):
+    """What is handed out lies in the storage of the op's own argument."""
+    buffer = torch.ones(4, 4)
+
+    def region(x, w):
+        part = buffer[1:]
+        buffer.mul_(2)
+        return (part @ (x[0] @ w)).sin().sum()
+
+    error = error_of(region, guard(saving(aten.slice.Tensor), check=check))
+    assert [write.op for write in error.writes] == ["aten.mul_.Tensor"]
+
+
+@pytest.mark.parametrize("make", [lambda t: t.to_sparse(), TwoTensor], ids=["sparse", "wrapper"])
+def test_what_no_watch_can_see_is_told_by_torchs_own_counter(make):
+    kept = []
+
+    def region(x, w):
+        h = torch.mul(make_of, 2)
+        kept.append(h)
+        return (x[0] @ w).sin().sum() + (h.to_dense() if h.is_sparse else h.a).sum()
+
+    make_of = make(torch.eye(4)) if make is not TwoTensor else make(torch.eye(4), torch.eye(4))
+    x, w = inputs()
+    context_fn = guard(saving(aten.mul.Tensor))
+    loss = checkpoint(region, x, w, use_reentrant=False, context_fn=context_fn)
+    torch.autograd.graph.increment_version(kept[0])
+    with pytest.raises(MutatedTensorError, match="by an op that no mode saw") as caught:
+        loss.backward()
+    assert caught.value.saved.op == "aten.mul.Tensor"
+    assert caught.value.saved.function == "region"
 
 
 @caching_pair

@@ -125,3 +125,19 @@ def test_the_key_of_an_op_is_the_op():
     assert _torch_guard.cache_key(op, ()) is op, HERE
     hop = torch.ops.higher_order.cond
     assert _torch_guard.cache_key(hop, ()) is hop, HERE
+
+
+def test_the_entries_of_torchs_own_pair_are_asked_for_their_value():
+    aten = torch.ops.aten
+    make = torch_checkpoint.create_selective_checkpoint_contexts
+    told = []
+    for allowed in (False, True):
+        forward, recompute = make([aten.mul.Tensor], allowed)
+        with forward:
+            kept = torch.ones(2) * 3
+        kept.add_(1)
+        with recompute:
+            _torch_guard.look_at_entries(0, told.append)
+            assert (torch.ones(2) * 3).tolist() == [4, 4], HERE
+    assert [handed.value.tolist() for handed in told] == [[4, 4], [4, 4]], HERE
+    assert [handed.moved is None for handed in told] == [False, True], HERE

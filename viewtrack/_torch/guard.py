@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from . import (
     mode_stack_len,
     no_torch_function,
     set_excluded,
+    tree_map,
 )
 from .nested import is_strided_nested
 
@@ -34,6 +36,7 @@ __all__ = [
     "POLICY_IN_FORWARD_ONLY",
     "CachedMode",
     "CachingMode",
+    "HandedOut",
     "cache_key",
     "counter_of",
     "enter_mode",
@@ -42,6 +45,7 @@ __all__ = [
     "is_on_gloo",
     "is_saved_unasked",
     "is_stock_caching",
+    "look_at_entries",
     "no_torch_dispatch",
     "top_saved_tensors_hooks",
     "user_saved_tensors_hooks",
@@ -109,6 +113,59 @@ exit_mode: Callable[..., None] = TorchDispatchMode.__exit__
 def is_stock_caching(context: Any) -> bool:
     """Whether a context is the first of torch's own pair."""
     return isinstance(context, _checkpoint._CachingTorchDispatchMode)
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """A value that came out of the cache of torch's own pair.
+
+    Attributes:
+        value: the value.
+        moved: what its version was when it was cached, and is now, if torch would have raised.
+    """
+
+    value: Any
+    moved: tuple[int, int] | None
+
+
+class _Entry:
+    """Stands for one value in the cache of torch's own pair: its check reports, and lets pass."""
+
+    def __init__(self, entry: Any, report: Callable[[HandedOut], None]) -> None:
+        self._entry = entry
+        self._report = report
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        moved = None
+        if self._entry.version is not None and not allow_cache_entry_mutation:
+            versions = self._entry.version, self._entry.val._version
+            moved = versions if versions[0] != versions[1] else None
+        value = self._entry.get_val(True)
+        self._report(HandedOut(value, moved))
+        return value
+
+
+def look_at_entries(below: int, report: Callable[[HandedOut], None]) -> None:
+    """Have it told what the recompute's contexts of torch hand out, in place of their own check.
+
+    Relies on the entries in their cache being asked by ``get_val(allow_cache_entry_mutation)``.
+
+    Args:
+        below: how many modes of the stack not to look at.
+        report: called with each value.
+    """
+    for index in range(below, mode_stack_len()):
+        mode: Any = torch._C._get_dispatch_stack_at(index)
+        storage = getattr(mode, "storage", None)
+        if isinstance(mode, _checkpoint._CachedTorchDispatchMode) and isinstance(storage, dict):
+            for entries in storage.values():
+                places = entries if isinstance(entries, dict) else range(len(entries))
+                for place in places:
+                    entries[place] = tree_map(lambda x: _entry(x, report), entries[place])
+
+
+def _entry(x: Any, report: Callable[[HandedOut], None]) -> Any:
+    return _Entry(x, report) if type(x) is _checkpoint._VersionWrapper else x
 
 
 _TRACING = tuple(

@@ -4,7 +4,11 @@ Nothing is known of what such a pair keeps, and how. But what an op returns in t
 lies in a storage that the forward made and in none of the op's own arguments, was kept. So one mode
 on top of the forward's context lays a watch on each tensor that an op returns, which keeps nothing
 alive; one on top of the recompute's looks at what comes back; and a tracker at the bottom sees who
-writes. If the pair has a check of its own that fires first, its error is the cue to tell more.
+writes.
+
+Torch's own pair, wherever it is in the pair, tells what it hands out, and its check of one counter
+is ours to make: it could say no more than that something was mutated, and knows of nothing that is
+allowed. If another pair has a check of its own that fires first, its error is the cue to tell more.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ import torch
 
 from .. import _torch
 from .._torch import guard as _torch_guard
-from ..ledger import key_of
+from ..ledger import Write, key_of
 from ..mode import track
 from ..mutation_text import Mutation
 from ..operands import is_any, tensors
 from ..overlap import region_of
-from ..site import place_of, user_frame
-from ..watch import Watch, parts
+from ..site import UNKNOWN, Place, place_of, user_frame
+from ..watch import UNSEEN, Watch, parts
 from ..weak_watch import WeakWatch, is_watchable
 from .create import Contexts
 from .inputs import Inputs
@@ -139,7 +143,9 @@ class Around:
     def __enter__(self) -> Any:
         with ExitStack() as stack:
             stack.enter_context(track(record="none"))
+            below = _torch.mode_stack_len()
             value = stack.enter_context(self._foreign)
+            self._top.look_below(below)
             stack.enter_context(self._top)
             self._top.begin()
             self._stacks.append(stack.pop_all())
@@ -178,6 +184,9 @@ class TopMode(_torch.QuietMode):
         """Let compiled regions run as they do under torch's own pair."""
         return True
 
+    def look_below(self, below: int) -> None:
+        """The foreign context is entered, on top of so many modes."""
+
     def begin(self) -> None:
         """All is entered."""
 
@@ -208,14 +217,23 @@ class Recorder(TopMode):
 class Checker(TopMode):
     """On top of the recompute's context."""
 
+    def __init__(self, made: Made) -> None:
+        super().__init__(made)
+        self._handed_out: list[_torch_guard.HandedOut] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._handed_out.clear()
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:
             if "has been mutated" in str(error):
                 self._report(self.made.mutations_by(str(func)), error)
             raise
+        if self._handed_out:
+            for handed in self._handed_out:
+                self._check(str(func), handed)
+            return out
         given = {key_of(t) for t in tensors((args, tuple(kwargs.values())))}
         for t in tensors(out):
             for part in parts(t):
@@ -225,11 +243,34 @@ class Checker(TopMode):
                         self._report(self.made.mutations_of(weak, part), None)
         return out
 
+    def look_below(self, below: int) -> None:
+        """Let torch's own pair tell what it hands out."""
+        _torch_guard.look_at_entries(below, self._handed_out.append)
+
     def begin(self) -> None:
         """See whether the region starts from what it started from."""
         if self.made.inputs is not None:
             self.made.inputs.check()
 
+    def _check(self, op: str, handed: _torch_guard.HandedOut) -> None:
+        """Look at a value that torch's own pair has handed out."""
+        explained = False
+        for part in parts(handed.value):
+            weak = self.made.take(op, part) if is_watchable(part) else None
+            if weak is not None:
+                mutations = self.made.mutations_of(weak, part)
+                # Of a wrapper, an inner watch does not see what only the wrapper's counter tells.
+                explained |= part is handed.value or bool(mutations or weak.watch.noted())
+                self._report(mutations, None)
+        if handed.moved is not None and not explained:
+            place = place_of(user_frame(sys._getframe(2)))
+            self._report([unseen(handed.value, op, place, *handed.moved)], None)
+
     def _report(self, mutations: list[Mutation], cause: BaseException | None) -> None:
         if mutations:
             self.made.options.report(mutations, cause)
+
+
+def unseen(t: torch.Tensor, op: str, place: Place, was: int, now: int) -> Mutation:
+    """A write of which no more is known than that it moved the counter."""
+    return Mutation(Watch(t, op, place), [Write(UNSEEN, "", UNKNOWN, "", was, now, None, 0)])
