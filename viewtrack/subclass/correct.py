@@ -8,7 +8,6 @@ mistake with an error that names it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from .counters import (
 )
 from .kinds import is_wrapper, kind_of, parts_of, shares_counters
 from .mend import fresh_alias, is_any, needs_mending, normal_alias
+from .metadata import change_metadata, follow_resize
 
 Step = Callable[[Plan, Any, Any, Any, Any], Any]
 
@@ -246,7 +246,7 @@ def _write_to_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> 
     arg = args[0]
     kind = kind_of(type(arg))
     if kind.counts_itself:
-        _follow_resize(arg, out)  # addbmm_ grows its argument, for one
+        follow_resize(arg, out)  # addbmm_ grows its argument, for one
     elif kind.is_wrapper:
         count_inner_write(arg)
     return arg
@@ -256,7 +256,7 @@ def _write(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     written = _wrappers(plan.writes, args, kwargs)
     if written and plan.changes_metadata:
         size = written[0].size()
-        _change_metadata(func, args, kwargs, written[0])
+        change_metadata(func, args, kwargs, written[0])
         if plan.qualified in RESIZES and written[0].size() == size:
             return written[0]
     _count(plan, args, kwargs)
@@ -292,45 +292,11 @@ def _with_arguments(plan: Plan, args: Any, kwargs: Any, outs: Any) -> Any:
         value = argument.of(args, kwargs)
         if value is not None:
             if argument.kwarg_only:
-                _follow_resize(value, new[output.index])
+                follow_resize(value, new[output.index])
             new[output.index] = value
     if plan.returns == 1:
         return new[0]
     return type(outs)(new)
-
-
-def _follow_resize(arg: Any, out: Any) -> None:
-    """Give a written wrapper the geometry of the result that it stands for, if that was resized."""
-    if out is arg or type(out) is not type(arg) or not is_wrapper(arg):
-        return
-    if out.shape != arg.shape:
-        _torch_subclass.grow_storage(arg, out.numel())
-        _torch_subclass.run_metadata_op(_RESIZE, (arg, out.shape), {})
-        _torch_subclass.run_metadata_op(_AS_STRIDED, (arg, out.shape, out.stride(), 0), {})
-
-
-_RESIZE = torch.ops.aten.resize_.default
-_RESIZE_AS = torch.ops.aten.resize_as_.default
-_AS_STRIDED = torch.ops.aten.as_strided_.default
-
-
-def _change_metadata(func: Any, args: Any, kwargs: Any, t: Any) -> None:
-    """Do to the wrapper's sizes, strides and storage what the op did to the inner tensor's."""
-    if _torch_subclass.asks_handler_for_sizes(t):
-        return
-    if func is _RESIZE:
-        _torch_subclass.grow_storage(t, math.prod(args[1]))
-    elif func is _RESIZE_AS:
-        _torch_subclass.grow_storage(t, args[1].numel())
-    if func is _SET_NOTHING:
-        _torch_subclass.run_metadata_op(_RESIZE, (t, (0,)), {})
-        _torch_subclass.run_metadata_op(_AS_STRIDED, (t, (0,), (1,), 0), {})
-        _point_storage(t, torch.empty(0, dtype=t.dtype, device=t.device))
-        return
-    _torch_subclass.run_metadata_op(func, args, kwargs or {})
-
-
-_SET_NOTHING = torch.ops.aten.set_.default
 
 
 # ------------------------------------------------------------------------------ choosing
