@@ -25,7 +25,7 @@ from .ledger import Write
 from .mode import track
 from .mutation_text import Mutation, mutation_error
 from .owned_watch import SavedWatch
-from .site import place_of, user_frame
+from .site import Place, place_of, user_frame
 from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
 
@@ -42,6 +42,7 @@ def guard_saved_tensors(
     *,
     check: Literal["storage", "content"] = "storage",
     allow: Mapping[Any, str] | Iterable[Any] | None = None,
+    on_mutation: Literal["raise", "copy"] = "raise",
 ) -> Iterator[None]:
     """Guard what autograd saves inside, until backward uses it.
 
@@ -57,14 +58,23 @@ def guard_saved_tensors(
         check: ``"storage"``: a write that reached the saved bytes counts. ``"content"``: changed
             bytes count, and writes of equal bytes do not.
         allow: ops whose writes are right, with or without overload, ``{"aten.relu_": "why"}``.
+        on_mutation: ``"raise"``, or ``"copy"``: a saved tensor is copied before an op writes to its
+            bytes, through any alias, and backward gets the copy. It costs memory for what is
+            written only. What nobody sees in time (numpy, pointers, other threads) still raises.
+            As ``torch.autograd.graph.allow_mutation_on_saved_tensors``, which takes some writes
+            for harmless (to a slice of what is saved, by a custom op) and is wrong in silence.
 
     Raises:
         MutatedTensorError: in backward, or wherever else a saved tensor is unpacked.
-        ValueError: `check` has none of its values.
+        ValueError: `check` or `on_mutation` has none of its values.
     """
     if check not in ("storage", "content"):
         raise ValueError(f"`check` must be 'storage' or 'content', got {check!r}")
-    guard = _SavedTensors(check == "content", frozenset(map(str, allow or ())))
+    if on_mutation not in ("raise", "copy"):
+        raise ValueError(f"`on_mutation` must be 'raise' or 'copy', got {on_mutation!r}")
+    guard = _SavedTensors(
+        check == "content", frozenset(map(str, allow or ())), copies=on_mutation == "copy"
+    )
     with ExitStack() as stack:
         stack.enter_context(track(record="none"))
         outer = _torch_guard.top_saved_tensors_hooks() or (_identity, _identity)
@@ -82,8 +92,9 @@ class _Packed:
 
 
 class _SavedTensors:
-    def __init__(self, content: bool, allowed: frozenset[str]) -> None:
+    def __init__(self, content: bool, allowed: frozenset[str], *, copies: bool) -> None:
         self._content = content
+        self._copies = copies
         self._allowed = allowed
         self._thread = threading.get_ident()
 
@@ -96,10 +107,20 @@ class _SavedTensors:
 
         def unpack_checking(packed: _Packed) -> torch.Tensor:
             t = unpack(packed.value)
+            copy = self._copy(t, packed.watches)
+            if copy is not None:
+                return copy
             self._check(t, packed.watches)
             return t
 
-        return _PackWatching(pack, unpack, self._content), unpack_checking
+        return _PackWatching(pack, unpack, self._content, self._copies), unpack_checking
+
+    def _copy(self, t: Any, watches: Iterable[WeakWatch]) -> torch.Tensor | None:
+        """The copy that was made of t before something wrote to it, if t was saved in its place."""
+        for weak in watches:
+            if is_watchable(t) and (weak.is_on(t) or weak.watch.is_of(t)):
+                return weak.watch.copy if isinstance(weak.watch, SavedWatch) else None
+        return None
 
     def _check(self, t: Any, watches: Iterable[WeakWatch]) -> None:
         unpacked = list(parts(t))
@@ -131,10 +152,11 @@ class _PackWatching:
 
     _checkpoint_internal = True
 
-    def __init__(self, pack: Pack, unpack: Unpack, content: bool) -> None:
+    def __init__(self, pack: Pack, unpack: Unpack, content: bool, copies: bool) -> None:
         self._pack = pack
         self._unpack = unpack
         self._content = content
+        self._copies = copies
 
     @property
     def _user_hooks(self) -> tuple[Pack, Unpack] | None:
@@ -145,17 +167,14 @@ class _PackWatching:
     def __call__(self, t: torch.Tensor) -> _Packed:
         place = place_of(user_frame(sys._getframe(1)))
         value = self._pack(t)  # what the hook does to the tensor is its own affair
-        watches = tuple(
-            WeakWatch(part, "a tensor", place, content=self._content, make=_maker(part, value))
-            for part in parts(t)
-            if is_watchable(part)
-        )
-        return _Packed(value, watches)
+        watches = (self._watch(t, part, value, place) for part in parts(t) if is_watchable(part))
+        return _Packed(value, tuple(watches))
 
-
-def _maker(t: torch.Tensor, value: Any) -> Callable[..., SavedWatch]:
-    """What makes the watch on a tensor, where a pack hook returned `value` for it."""
-    return functools.partial(SavedWatch, t if value is t else None)
+    def _watch(self, t: torch.Tensor, part: torch.Tensor, value: Any, place: Place) -> WeakWatch:
+        owner = part if value is part else None
+        copies = self._copies and part is t  # a wrapper cannot be given other parts
+        make = functools.partial(SavedWatch, owner, copies=copies)
+        return WeakWatch(part, "a tensor", place, content=self._content, make=make)
 
 
 def _identity(value: Any) -> Any:

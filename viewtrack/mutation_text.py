@@ -13,8 +13,9 @@ import torch
 from .aliasing import dims
 from .errors import MutatedTensorError
 from .ledger import Write
+from .saved import Saved
 from .site import UNKNOWN, Site
-from .watch import EXCHANGED, RAW, UNSEEN, Saved, Watch
+from .watch import EXCHANGED, RAW, UNSEEN, Watch
 
 # Applied to their own result these change nothing.
 _IDEMPOTENT = re.compile(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from ._torch import neg_view, no_torch_function
+from ._torch.guard import no_torch_dispatch
+from .info import version
 from .ledger import Write, key_of
 from .overlap import region_of
 from .site import UNKNOWN, Place
@@ -66,9 +69,63 @@ class OwnedWatch(Watch):
 
 
 class SavedWatch(OwnedWatch):
-    """Watches what autograd saved for one call."""
+    """Watches what autograd saved for one call.
 
-    __slots__ = ()
+    Args:
+        owner: as for `OwnedWatch`.
+        t: as for `Watch`.
+        op: as for `Watch`.
+        place: as for `Watch`.
+        content: as for `Watch`.
+        counter: as for `Watch`.
+        copies: whether to keep a copy of the bytes before they are written.
+
+    Attributes:
+        copy: what was saved, if something has written to it since.
+    """
+
+    __slots__ = ("_bits", "copies", "copy")
+
+    def __init__(
+        self,
+        owner: torch.Tensor | None,
+        t: torch.Tensor,
+        op: str,
+        place: Place,
+        *,
+        content: bool = False,
+        counter: torch.Tensor | None = None,
+        copies: bool = False,
+    ) -> None:
+        self.copy: torch.Tensor | None = None
+        self.copies = copies
+        self._bits = t.is_conj(), t.is_neg()
+        super().__init__(owner, t, op, place, content=content, counter=counter)
+
+    def before_write(self, t: torch.Tensor, is_counted: bool) -> bool:
+        """Keep a copy of what was saved, if it is still there."""
+        if not self.copies:
+            return False
+        if self.copy is None:
+            copy = self._copied(t)
+            if is_counted:
+                self._last = version(self.tensor)
+            if self.writes(copy)[0]:
+                return False  # written unseen
+            self.copy = copy
+            self.release()
+        return True
+
+    def _copied(self, t: torch.Tensor) -> torch.Tensor:
+        region, dtype = self.region, self.saved.dtype
+        is_conj, is_neg = self._bits
+        with no_torch_dispatch(), no_torch_function(), torch.no_grad():
+            memory = torch.empty(0, dtype=dtype, device=t.device)
+            if region is not None:
+                memory.set_(t.untyped_storage(), region.offset, region.size, region.stride)
+            copy = memory.clone()
+            copy = copy.conj() if is_conj else copy
+            return neg_view(copy) if is_neg else copy
 
     def ignore(self) -> None:
         """Let the bytes become what they will: the backward of the call does not read them."""

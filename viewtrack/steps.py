@@ -150,7 +150,7 @@ def _write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs:
     """A write of a `torch.library.custom_op`: the kernel above has counted it already."""
     counted, in_handler, user = locate(sys._getframe(2), plan, args, kwargs)
     run = _plain if counted else _guarded
-    watching = watches_reached(plan, args, kwargs) if watched else {}
+    watching = watches_reached(plan, args, kwargs, is_counted=counted) if watched else {}
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     writes = written(plan, args, kwargs)

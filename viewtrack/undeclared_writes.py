@@ -16,7 +16,7 @@ from .info import version
 from .owned_watch import SavedWatch
 from .plan import Plan
 from .site import Place
-from .watch import Watch, note_write, refuse_forbidden, watches_on
+from .watch import Watch, before_write, note_write, watches_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def updated(plan: Plan, args: Any) -> Updated:
         t = args[index]
         watches = [] if t is None else watches_on(t)
         if watches:
-            refuse_forbidden(t, watches, plan, name)
             found.append((name, t, watches))
+            before_write(t, watches, plan, name)
     return found
 
 

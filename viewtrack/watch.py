@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from .info import version
 from .ledger import Region, Write, key_of
 from .overlap import overlaps, region_of
 from .plan import Plan
-from .site import UNKNOWN, AtSite, Place, Site, site_at
+from .saved import Saved
+from .site import UNKNOWN, Place, Site, site_at
 
 #: How many writes that reached a kept tensor are kept in full, the first ones; all are counted.
 WRITES_KEPT = 32
@@ -38,28 +38,6 @@ _ALIASES_KEPT = 16
 UNSEEN = "an op that no mode saw"
 RAW = "no op that PyTorch saw"
 EXCHANGED = "an exchange of its storage or sizes"
-
-
-@dataclass(frozen=True, slots=True)
-class Saved(AtSite):
-    """Where a kept tensor comes from.
-
-    Attributes:
-        op: the op that made it, ``aten.mm.default``, or the label that it was saved under.
-        dtype: its dtype.
-        shape: its shape.
-        place: where the line that saved it is; `site` makes it readable.
-    """
-
-    op: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    place: Place
-
-    @property
-    def site(self) -> Site:
-        """The line that saved it."""
-        return site_at(self.place)
 
 
 class Watch:
@@ -75,7 +53,10 @@ class Watch:
     Attributes:
         tensor: `counter`, or `t`.
         forbidden: whether a write to it shall raise before it is done.
+        copies: whether it keeps a copy of what is about to be written.
     """
+
+    copies: bool = False
 
     __slots__ = (
         "__weakref__",
@@ -189,6 +170,10 @@ class Watch:
     def note_change(self, write: Write) -> None:
         """Take account of an op that gave what `is_of` tells another storage, or other sizes."""
 
+    def before_write(self, t: torch.Tensor, is_counted: bool) -> bool:
+        """Make ready for a write through t, as `watches_reached`; tell whether it does no harm."""
+        return False
+
     def through(self, region: Region | None) -> str | None:
         """The view op that made an alias of this geometry, if one was seen."""
         if self._aliases is None or region is None:
@@ -290,8 +275,14 @@ Watching = dict[int, list[Watch]]
 """The watches on the storages that an op writes, by id of the tensor that it writes."""
 
 
-def watches_reached(plan: Plan, args: Any, kwargs: Any) -> Watching:
+def watches_reached(plan: Plan, args: Any, kwargs: Any, *, is_counted: bool = False) -> Watching:
     """The watches on what an op is about to write: it may exchange the storage (`set_`).
+
+    Args:
+        plan: the plan of the op.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_counted: as for `before_write`.
 
     Raises:
         MutatedTensorError: the write would reach a tensor that is protected.
@@ -300,29 +291,48 @@ def watches_reached(plan: Plan, args: Any, kwargs: Any) -> Watching:
     for argument in plan.writes:
         for t in argument.tensors(args, kwargs):
             if key_of(t) in watched:
-                found[id(t)] = watches = watches_on(t)
-                refuse_forbidden(t, watches, plan, argument.name)
+                found[id(t)] = before_write(
+                    t, watches_on(t), plan, argument.name, is_counted=is_counted
+                )
     return found
 
 
-def refuse_forbidden(t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str) -> None:
-    """Refuse a write to t that would reach a tensor that is protected.
+def before_write(
+    t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str, *, is_counted: bool = False
+) -> list[Watch]:
+    """Make ready for a write to t: refuse it if it would reach a tensor that is protected.
+
+    Args:
+        t: what an op is about to write.
+        watches: the watches on its storage.
+        plan: the plan of the op.
+        argument: the argument that t is.
+        is_counted: whether the counter has been moved for this write already.
+
+    Returns:
+        The watches that have yet to be told of it.
 
     Raises:
-        MutatedTensorError: it would.
+        MutatedTensorError: a tensor is protected.
     """
     region = region_of(t)
+    safe = []
     for watch in watches:
-        if not watch.forbidden:
+        if not (watch.forbidden or watch.copies):
             continue
         # A change of sizes or storage reaches no byte, and so no other alias.
-        if watch.is_of(t) if plan.changes_metadata else overlaps(watch.region, region):
+        if not (watch.is_of(t) if plan.changes_metadata else overlaps(watch.region, region)):
+            continue
+        if watch.before_write(t, is_counted):
+            safe.append(watch)
+        if watch.forbidden:
             saved = watch.saved
             raise MutatedTensorError(
                 f"`{plan.name}({argument})` would write to {saved.op}, protected at {saved.site}; "
                 f"nothing has been mutated yet. Write to a `.clone()`, or outside of `protect`",
                 saved=saved,
             )
+    return [watch for watch in watches if watch not in safe] if safe else watches
 
 
 def note_write(

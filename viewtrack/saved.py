@@ -1,0 +1,31 @@
+"""The record of a tensor that somebody keeps, as a report tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .site import AtSite, Place, Site, site_at
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(AtSite):
+    """Where a kept tensor comes from.
+
+    Attributes:
+        op: the op that made it, ``aten.mm.default``, or the label that it was saved under.
+        dtype: its dtype.
+        shape: its shape.
+        place: where the line that saved it is; `site` makes it readable.
+    """
+
+    op: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def site(self) -> Site:
+        """The line that saved it."""
+        return site_at(self.place)
