@@ -267,3 +267,84 @@ def test_protection_ends_with_the_block_also_by_an_error():
     with track():
         t.add_(1)
     assert t.tolist() == [2.0] * 4
+
+
+def csr():
+    return torch.eye(4).to_sparse_csr()
+
+
+def coo():
+    return torch.eye(4).to_sparse()
+
+
+SPARSE = [coo, csr, lambda: torch.eye(4).to_sparse_csc(), lambda: torch.eye(4).to_sparse_bsr(2)]
+values_in = {torch.sparse_coo: lambda t: t._values()}
+TO_SPARSE = {
+    "itself": lambda t: t.mul_(2),
+    "zero": lambda t: t.zero_(),
+    "alias": lambda t: t.detach().neg_(),
+    "values": lambda t: values_in.get(t.layout, lambda t: t.values())(t).mul_(2),
+}
+
+
+@pytest.mark.parametrize("make", SPARSE)
+@pytest.mark.parametrize("write", TO_SPARSE)
+def test_a_write_to_a_sparse_tensor_is_refused_and_named(make, write):
+    t = make()
+    with protect(t), pytest.raises(MutatedTensorError, match="nothing has been mutated") as caught:
+        TO_SPARSE[write](t)
+    assert t.to_dense().equal(torch.eye(4))
+    assert [w.function for w in caught.value.writes] == ["<lambda>"]
+    assert caught.value.writes[0].lineno == TO_SPARSE[write].__code__.co_firstlineno
+    TO_SPARSE[write](t)
+    assert not t.to_dense().equal(torch.eye(4))
+
+    t = make()
+    with MutationGuard() as guard:
+        entry = guard.save(t)
+        TO_SPARSE[write](t)
+        with pytest.raises(MutatedTensorError) as caught:
+            entry.get()
+        entry.release()
+    assert caught.value.writes[0].function == "<lambda>"
+
+
+@pytest.mark.parametrize("make", SPARSE)
+@pytest.mark.parametrize("check", ["storage", "content"])
+def test_a_sparse_tensor_may_be_read(make, check):
+    t = make()
+    with protect(t), MutationGuard(check=check) as guard:
+        guard.save(t)
+        assert (t @ torch.ones(4, 1)).equal(torch.ones(4, 1))
+        assert t.to_dense().mul_(2).equal(2 * torch.eye(4))
+        assert t.clone().mul_(3).to_dense().equal(3 * torch.eye(4))
+
+
+def test_a_write_to_an_opaque_tensor_is_refused():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without mkldnn")
+    t = torch.ones(4, 4).to_mkldnn()
+    with protect(t), pytest.raises(MutatedTensorError, match="would write"):
+        t.zero_()
+    assert t.to_dense().equal(torch.ones(4, 4))
+    t.zero_()
+    assert t.to_dense().equal(torch.zeros(4, 4))
+
+
+def test_the_error_of_a_refusal_names_the_op_and_the_line():
+    t = torch.ones(4)
+    with protect(t), pytest.raises(MutatedTensorError) as caught:
+        torch._foreach_mul_([torch.ones(2), t[1:]], 2)
+    (write,) = caught.value.writes
+    assert (write.op, write.filename, write.function) == (
+        "aten._foreach_mul_.Scalar",
+        __file__,
+        "test_the_error_of_a_refusal_names_the_op_and_the_line",
+    )
+    assert write.version_before == write.version_after == 0
+
+
+@pytest.mark.parametrize("take", [lambda: MutationGuard().save(3), lambda: protect(3).__enter__()])
+def test_only_tensors_can_be_guarded(take):
+    with pytest.raises(TypeError, match="expected a tensor to guard, got int"):
+        take()

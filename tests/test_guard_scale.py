@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from viewtrack import MutationGuard, track, watch
+from viewtrack import MutationGuard, before_write, track, watch
 from viewtrack.checkpoint import create_selective_checkpoint_contexts as ours
 
 stock = torch_checkpoint.create_selective_checkpoint_contexts
@@ -96,7 +96,7 @@ def test_a_write_takes_as_many_steps_however_many_tensors_are_guarded():
 
 
 def test_a_guard_that_looks_at_all_would_be_noticed(monkeypatch):
-    right = watch.watches_reached
+    right = before_write.watches_reached
 
     def slow(plan, args, kwargs):
         for _ in watch.watched:

@@ -138,13 +138,17 @@ def test_on_torch_2_6_hooks_around_the_guard_are_not_called():
 
 
 @limit
-def test_a_write_to_a_sparse_tensor_has_a_line():
-    t = torch.eye(2).to_sparse()
+def test_a_write_to_a_sparse_tensor_that_is_kept_in_a_region_has_a_line():
+    def region(x):
+        h = torch.eye(4).to_sparse() * 2
+        h.neg_()
+        return (h.to_dense() * x).sin().sum()
+
+    leaf = torch.ones(4, 4, requires_grad=True)
+    context_fn = functools.partial(ours, [torch.ops.aten.mul.Tensor])
 
     def step():
-        with vt.MutationGuard() as guard:
-            guard.save(t)
-            t.mul_(2)
+        checkpoint(region, leaf, use_reentrant=False, context_fn=context_fn).backward()
 
     assert has_line(error_of(step))
 
@@ -156,6 +160,22 @@ def test_a_write_to_a_sparse_tensor_is_found_all_the_same():
     t.mul_(2)
     with pytest.raises(MutatedTensorError):
         entry.get()
+
+
+def test_a_sparse_alias_whose_write_makes_new_values_is_refused_all_the_same():
+    t = torch.eye(2).to_sparse()
+    with vt.protect(t), pytest.raises(MutatedTensorError):
+        t.detach().mul_(2)
+    t.detach().mul_(2)
+    assert t.to_dense().equal(torch.eye(2))
+
+
+@limit
+def test_a_write_through_an_alias_of_an_opaque_tensor_is_refused():
+    t = torch.ones(2, 2).to_mkldnn()
+    with vt.protect(t):
+        t.detach().zero_()
+    assert t.to_dense().equal(torch.ones(2, 2))
 
 
 @limit

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 
 from . import _torch
+from .before_write import values_of
+from .ledger import key_of
 from .mode import Tracker, track
 from .mutation_text import Mutation, mutation_error
 from .owned_watch import OwnedWatch
 from .site import Place, place_of, user_frame
-from .watch import is_allowed, parts
+from .watch import UNSEEN, is_allowed, parts
 
 _SUBJECT = "a guarded tensor"
 _ALLOW = "add '{op}' to allow="
@@ -66,12 +68,14 @@ class GuardedTensor:
             change = self._watches[0].exchange()
             if not is_allowed(change, self._allowed):
                 return Mutation(self._watches[0], [change])
+        found = None
         for watch in self._watches:
-            found, more = watch.writes()
-            writes = [write for write in found if not is_allowed(write, self._allowed)]
-            if writes:
-                return Mutation(watch, writes, more)
-        return None
+            all_writes, more = watch.writes()
+            writes = [write for write in all_writes if not is_allowed(write, self._allowed)]
+            # One part may have seen who wrote, where of another the counter tells that one did.
+            if writes and (found is None or found.writes[0].op == UNSEEN != writes[0].op):
+                found = Mutation(watch, writes, more)
+        return found
 
 
 class MutationGuard:
@@ -127,6 +131,9 @@ class MutationGuard:
 
         Returns:
             An entry, whose `get` gives the tensor back.
+
+        Raises:
+            TypeError: `t` is no tensor.
         """
         place = place_of(user_frame(sys._getframe(1)))
         watches = watches_for(t, label or "tensor", place, content=self._content)
@@ -158,6 +165,7 @@ def protect(*tensors: torch.Tensor) -> Iterator[None]:
 
     Raises:
         MutatedTensorError: by the line that would write.
+        TypeError: one of them is no tensor.
     """
     place = place_of(user_frame(sys._getframe(2)))
     watches = [w for t in tensors for w in watches_for(t, "a tensor", place, content=False)]
@@ -172,9 +180,19 @@ def protect(*tensors: torch.Tensor) -> Iterator[None]:
 
 
 def watches_for(t: torch.Tensor, label: str, place: Place, *, content: bool) -> list[OwnedWatch]:
-    """Watches on aliases of a tensor, and of its parts if it is a wrapper."""
-    # An alias keeps the storage from dying, whatever becomes of t, so that no address is reused.
-    return [OwnedWatch(part, _alias(part), label, place, content=content) for part in parts(t)]
+    """Watches on aliases of a tensor, and of its parts if it is a wrapper, or sparse."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"expected a tensor to guard, got {type(t).__name__}")
+    found = []
+    for part in parts(t):
+        # An alias keeps the storage from dying, whatever becomes of t, so that no address is
+        # reused. What has no storage is known by itself, and is kept itself.
+        kept = part if key_of(part) == id(part) else _alias(part)
+        found.append(OwnedWatch(part, kept, label, place, content=content))
+        values = values_of(part)
+        if values is not None:
+            found.append(OwnedWatch(None, _alias(values), label, place, content=content))
+    return found
 
 
 def _alias(t: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from .errors import MutatedTensorError
 from .ledger import Write
 from .saved import Saved
 from .site import UNKNOWN, Site
-from .watch import EXCHANGED, RAW, UNSEEN, Watch
+from .watch import EMPTIED, EXCHANGED, RAW, UNSEEN, Watch
 
 # Applied to their own result these change nothing.
 _IDEMPOTENT = re.compile(
@@ -83,6 +83,8 @@ def _written(watch: Watch, write: Write) -> list[str]:
         ]
     if write.op == EXCHANGED:
         return [_row("written", f"by {EXCHANGED} (set_, .data =, resize_)", UNKNOWN)]
+    if write.op == EMPTIED:
+        return [_row("written", f"by {EMPTIED}, which has too few bytes for it now", UNKNOWN)]
     versions = f"version {write.version_before} -> {write.version_after}"
     if write.op == UNSEEN:
         return [_row("written", f"by {UNSEEN}, {versions}", UNKNOWN)]
@@ -107,6 +109,8 @@ def _mends(writes: Sequence[Write], allow: str) -> list[str]:
 def _mend(write: Write, allow: str) -> str:
     if write.op in (UNSEEN, EXCHANGED):
         return "run it under viewtrack.track(), in every thread, to learn the line"
+    if write.op == EMPTIED:
+        return "look for `untyped_storage().resize_`, and fill the storage again before it is used"
     if write.op == RAW:
         return "look for numpy, a raw pointer or a kernel that does not declare what it mutates"
     name = write.op.rpartition(".")[0]

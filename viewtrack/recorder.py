@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from .before_write import Watching
 from .plan import Argument, Plan
 from .undeclared_writes import Updated
-from .watch import Watching
 
 Located = tuple[bool, bool, Any]
 """What `site.locate` returns."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .site import AtSite, Place, Site, site_at
+from .site import AtSite, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +17,10 @@ class Saved(AtSite):
         op: the op that made it, ``aten.mm.default``, or the label that it was saved under.
         dtype: its dtype.
         shape: its shape.
-        place: where the line that saved it is; `site` makes it readable.
+        site: the line that saved it.
     """
 
     op: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    place: Place
-
-    @property
-    def site(self) -> Site:
-        """The line that saved it."""
-        return site_at(self.place)
+    site: Site

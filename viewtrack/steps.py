@@ -41,6 +41,7 @@ from ._torch import (
     set_excluded,
 )
 from ._torch.kernels import composite_kernel
+from .before_write import watches_reached
 from .collectives import is_counted_by_backend
 from .info import version
 from .operands import (
@@ -56,7 +57,7 @@ from .operands import (
 from .plan import SHARE_UNDECLARED, Plan, caches, plan_of
 from .recorder import Recorder
 from .site import issued_in_handler, locate
-from .watch import watched, watches_reached
+from .watch import watched
 
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
 

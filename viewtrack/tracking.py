@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from ._torch import ADINPLACEORVIEW, is_excluded, set_excluded
+from .before_write import Watching
 from .info import version
 from .ledger import ledger
 from .operands import (
@@ -30,7 +31,7 @@ from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
 from .stand_in import with_a_frame
 from .steps import Step, choose, chosen
 from .undeclared_writes import Updated, note_updates
-from .watch import Watching, note_write
+from .watch import note_write
 
 _mode_stack_len = _torch.mode_stack_len
 

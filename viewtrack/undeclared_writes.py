@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from .before_write import before_write
 from .info import version
 from .owned_watch import SavedWatch
 from .plan import Plan
 from .site import Place
-from .watch import Watch, before_write, note_write, watches_on
+from .watch import Watch, note_write, watches_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ import torch
 
 from . import _torch
 from .aliasing import shape_of
-from .errors import MutatedTensorError
 from .fingerprint import fingerprint, same_bytes
 from .info import version
 from .ledger import Region, Write, key_of
@@ -38,6 +37,7 @@ _ALIASES_KEPT = 16
 UNSEEN = "an op that no mode saw"
 RAW = "no op that PyTorch saw"
 EXCHANGED = "an exchange of its storage or sizes"
+EMPTIED = "a resize of its storage"
 
 
 class Watch:
@@ -67,6 +67,7 @@ class Watch:
         "_last",
         "_last_write",
         "_more",
+        "_nbytes",
         "_op",
         "_place",
         "_reached",
@@ -105,8 +106,8 @@ class Watch:
         self._more = 0
         self._content = content
         self._digest: Any = None
-        self._key, fills = _key_and_whether_filled(t)
-        if content or not fills:
+        self._key, self._nbytes = _key_and_size(t)
+        if content or (self._nbytes is not None and t.numel() * t.element_size() < self._nbytes):
             self._digest = fingerprint(t)
         key = self._key
         others = watched.get(key)
@@ -131,7 +132,7 @@ class Watch:
     def saved(self) -> Saved:
         """The record of what is kept."""
         dtype, shape = self._shape or (self.tensor.dtype, shape_of(self.tensor))
-        return Saved(self._op, dtype, tuple(shape), self._place)
+        return Saved(self._op, dtype, tuple(shape), site_at(self._place))
 
     @property
     def has_fingerprint(self) -> bool:
@@ -141,6 +142,10 @@ class Watch:
     def rename(self, op: str) -> None:
         """Call what is kept by another name."""
         self._op = op
+
+    def ignore_size(self) -> None:
+        """Let the storage be emptied, since it is filled again before it is used."""
+        self._nbytes = None
 
     def release(self) -> None:
         """Stop watching."""
@@ -189,7 +194,13 @@ class Watch:
 
     def is_clean(self) -> bool:
         """Whether nothing at all has happened to the storage; if not, `writes` tells."""
-        return not self._reached and not self._content and version(self.tensor) == self._last
+        t = self.tensor
+        return (
+            not self._reached
+            and not self._content
+            and version(t) == self._last
+            and (self._nbytes is None or t.untyped_storage().nbytes() == self._nbytes)
+        )
 
     def writes(self, t: torch.Tensor | None = None) -> tuple[list[Write], int]:
         """What reached the kept bytes, in order, and how many more writes were not kept in full.
@@ -204,6 +215,9 @@ class Watch:
                 self._catch_up(now)
             found = [write for write, _ in self._reached or ()]
             more = self._more
+        kept = self.tensor if t is None and self._shape is None else t
+        if self._nbytes is not None and kept is not None and _reaches_beyond(kept, self._nbytes):
+            return [*found, Write(EMPTIED, "", UNKNOWN, "", now, now, None, 0)], more
         seen = [write for write in found if write.op != UNSEEN]
         if self._digest is None or ((seen or not found) and not self._content):
             return found, more
@@ -245,15 +259,24 @@ watched: dict[int, tuple[weakref.ref[Watch], ...]] = {}
 _lock = threading.RLock()
 
 
-def _key_and_whether_filled(t: torch.Tensor) -> tuple[int, bool]:
-    """The key of t's storage, and whether no byte of it lies outside of t, or there is none."""
+def _key_and_size(t: torch.Tensor) -> tuple[int, int | None]:
+    """The key of t's storage, and how many bytes that has; None if there is none."""
     try:
         if _torch.has_storage(t):  # of a lazy tensor nothing more may be asked
             storage = t.untyped_storage()
-            return storage._cdata, t.numel() * t.element_size() >= storage.nbytes()
+            return storage._cdata, storage.nbytes()
     except (RuntimeError, NotImplementedError):
         pass
-    return key_of(t), True
+    return key_of(t), None
+
+
+def _reaches_beyond(t: torch.Tensor, nbytes: int) -> bool:
+    """Whether t's storage, which had so many bytes, has too few for t by now."""
+    size = t.untyped_storage().nbytes()
+    if size >= nbytes or not t.numel():
+        return False
+    last = sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))
+    return bool((t.storage_offset() + last + 1) * t.element_size() > size)
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:
@@ -269,70 +292,6 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
 def watches_on(t: Any) -> list[Watch]:
     """The watches on t's storage."""
     return [w for ref in watched.get(key_of(t), ()) if (w := ref()) is not None]
-
-
-Watching = dict[int, list[Watch]]
-"""The watches on the storages that an op writes, by id of the tensor that it writes."""
-
-
-def watches_reached(plan: Plan, args: Any, kwargs: Any, *, is_counted: bool = False) -> Watching:
-    """The watches on what an op is about to write: it may exchange the storage (`set_`).
-
-    Args:
-        plan: the plan of the op.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        is_counted: as for `before_write`.
-
-    Raises:
-        MutatedTensorError: the write would reach a tensor that is protected.
-    """
-    found = {}
-    for argument in plan.writes:
-        for t in argument.tensors(args, kwargs):
-            if key_of(t) in watched:
-                found[id(t)] = before_write(
-                    t, watches_on(t), plan, argument.name, is_counted=is_counted
-                )
-    return found
-
-
-def before_write(
-    t: torch.Tensor, watches: list[Watch], plan: Plan, argument: str, *, is_counted: bool = False
-) -> list[Watch]:
-    """Make ready for a write to t: refuse it if it would reach a tensor that is protected.
-
-    Args:
-        t: what an op is about to write.
-        watches: the watches on its storage.
-        plan: the plan of the op.
-        argument: the argument that t is.
-        is_counted: whether the counter has been moved for this write already.
-
-    Returns:
-        The watches that have yet to be told of it.
-
-    Raises:
-        MutatedTensorError: a tensor is protected.
-    """
-    region = region_of(t)
-    safe = []
-    for watch in watches:
-        if not (watch.forbidden or watch.copies):
-            continue
-        # A change of sizes or storage reaches no byte, and so no other alias.
-        if not (watch.is_of(t) if plan.changes_metadata else overlaps(watch.region, region)):
-            continue
-        if watch.before_write(t, is_counted):
-            safe.append(watch)
-        if watch.forbidden:
-            saved = watch.saved
-            raise MutatedTensorError(
-                f"`{plan.name}({argument})` would write to {saved.op}, protected at {saved.site}; "
-                f"nothing has been mutated yet. Write to a `.clone()`, or outside of `protect`",
-                saved=saved,
-            )
-    return [watch for watch in watches if watch not in safe] if safe else watches
 
 
 def note_write(

@@ -58,6 +58,7 @@ class Inputs:
             if is_watchable(t) and key_of(t) not in self._made and key_of(t) not in self._watches:
                 place = place_of(user_frame(sys._getframe(2)))
                 weak = WeakWatch(t, "an input", place, content=self._options.content)
+                weak.watch.ignore_size()  # sharded parameters are away between the passes
                 self._watches[key_of(t)] = weak
                 self._tensors[key_of(t)] = weakref.ref(t)
 
