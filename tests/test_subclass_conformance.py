@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from wrappers import make_wrapper
 
@@ -95,7 +96,7 @@ def corrected_but(op, wrong):
 
 FAULTS = {
     "copies on view": (
-        {"wrap": copies},
+        {"wrap": copies, "correct": return_and_correct_aliasing},
         "view",
         "what is written to a view does not reach its base: the handler copied",
     ),

@@ -16,10 +16,11 @@ import torch
 from .. import _torch
 from .._torch import subclass as _torch_subclass
 from ..aliasing import shares_or_unknown
-from ..errors import AliasingError, ViewTrackError
+from ..errors import ViewTrackError
 from ..plan import Argument, Output, Plan, plan_of
 from ..site import caller
 from . import kinds
+from .copies import refuse_copies
 from .counters import (
     RESIZES,
     count_inner_write,
@@ -35,7 +36,7 @@ from .metadata import change_metadata, follow_resize
 
 Step = Callable[[Plan, Any, Any, Any, Any], Any]
 
-_kinds, _needs_storage_alone = kinds.known, kinds.needs_storage_alone
+_kinds, _known_to_alias = kinds.known, kinds.known_to_alias
 _point_storage = _torch_subclass.point_storage
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _no_torch_function = _torch.no_torch_function
@@ -76,12 +77,13 @@ def correct_aliasing(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         ViewTrackError: `out` does not have the outputs that the schema promises.
     """
     try:
-        step, plan = _steps[func._op]
+        op = func._op
+        step, plan = _steps[op]
         if step is _view_of_first:
             # The commonest view, settled here: a call of the step would cost a tenth of the whole.
             base, cls = args[0], type(out)
             if (
-                _needs_storage_alone[cls]
+                op in _known_to_alias[cls]
                 and type(base) is cls
                 and out is not base
                 and not _is_inference_mode_enabled()
@@ -160,15 +162,18 @@ def _view_of_first(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> A
         or out is base
         or _is_inference_mode_enabled()
     ):
-        return _view(plan, func, args, kwargs, out)
+        new = _view(plan, func, args, kwargs, out)
+        if kind is not None and kind.is_wrapper and not kind.flattens and type(base) is type(out):
+            _known_to_alias[type(out)].add(func._op)
+        return new
     with _no_torch_function():
         is_fresh = not out.requires_grad and out._base is None
         if is_fresh:
             _point_storage(out, base)
     if not is_fresh:
         return _view(plan, func, args, kwargs, out)
-    if not counted_natively():
-        share_inner_counters(out, base)
+    if counted_natively() or not share_inner_counters(out, base):
+        refuse_copies(plan, plan.views[0], [base], out)
     return out
 
 
@@ -203,12 +208,12 @@ def _corrected_view(plan: Plan, output: Output, bases: list[Any], args: Any, t: 
     if torch.is_inference_mode_enabled() and is_wrapper(t) and not base.is_inference():
         t = normal_alias(t, plan, args)
     if not is_wrapper(t):
-        if not any(shares_or_unknown(t, b) for b in bases):
-            raise AliasingError(_not_shared(plan, output))
+        refuse_copies(plan, output, bases, t)
     elif t.device == base.device:
         _point_storage(t, base)
-        if type(t) is type(base) and shares_counters(type(t)) and not counted_natively():
-            share_inner_counters(t, base)
+        shares = type(t) is type(base) and shares_counters(type(t)) and not counted_natively()
+        if not (shares and share_inner_counters(t, base)):
+            refuse_copies(plan, output, bases, t)
     return t
 
 
@@ -350,13 +355,4 @@ def _unexpected(plan: Plan, index: int | None, value: Any, wanted: str) -> str:
     return (
         f"the handler at {caller(4)} returned `{type(value).__name__}`{where} of `{plan.name}`, "
         f"whose schema promises {wanted}; return what the op itself returns"
-    )
-
-
-def _not_shared(plan: Plan, output: Output) -> str:
-    names = " or ".join(f"`{a.name}`" for a in output.arguments)
-    return (
-        f"the handler at {caller(4)} returned for `{plan.name}` an output {output.index} that does "
-        f"not share memory with its argument {names}, as the schema says it does; return a view of "
-        f"the argument, not a copy"
     )

@@ -120,25 +120,42 @@ def count_inner_write(t: torch.Tensor) -> None:
 def _count_likely_parts(t: torch.Tensor) -> None:
     base = t._base
     for name, part in likely_parts_of(t):
-        base_part = None if base is None else vars(base).get(name)
-        if isinstance(base_part, torch.Tensor) and _can_share(part, base_part):
+        base_part: Any = None if base is None else vars(base).get(name)
+        if _is_joinable(part, base_part):
             # Views of a class that does not declare its parts did not share when they were made.
             _torch.as_view_version_only(part, base_part)
         increment(part)
 
 
-def share_inner_counters(t: Any, base: Any) -> None:
-    """Let the inner tensors of a view share the counters of those of its base."""
+def _is_joinable(part: torch.Tensor, base_part: Any) -> bool:
+    is_tensor = isinstance(base_part, torch.Tensor)
+    return is_tensor and _can_share(part, base_part) and _is_alias(part, base_part)
+
+
+def share_inner_counters(t: Any, base: Any) -> bool:
+    """Let the inner tensors of a view share the counters of those of its base.
+
+    Returns:
+        Whether one of them lies in the memory of its counterpart in the base.
+    """
     base_parts = dict(parts_of(base))
+    some = False
     for name, part in parts_of(t):
         base_part = base_parts.get(name)
-        if base_part is not None and part is not base_part and _can_share(part, base_part):
-            _torch.as_view_version_only(part, base_part)
+        if base_part is not None and _is_alias(part, base_part):
+            some = True
+            if part is not base_part and _can_share(part, base_part):
+                _torch.as_view_version_only(part, base_part)
+    return some
 
 
 def _can_share(part: torch.Tensor, base_part: torch.Tensor) -> bool:
-    if part.requires_grad or part._is_view() or part.is_inference() or base_part.is_inference():
-        return False
+    return not (
+        part.requires_grad or part._is_view() or part.is_inference() or base_part.is_inference()
+    )
+
+
+def _is_alias(part: torch.Tensor, base_part: torch.Tensor) -> bool:
     try:
         return _torch.is_alias_of(part, base_part)
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, nested

@@ -35,8 +35,11 @@ class Kind:
 known: dict[type, Kind] = {}
 """Each class that was looked at."""
 
-needs_storage_alone: dict[type, bool] = {}
-"""Of each of them, whether a view is corrected once its storage is that of its base."""
+known_to_alias: dict[type, set[Any]] = {}
+"""Of each of them, the view ops that need no more than the storage of their base.
+
+None of a class that declares its inner tensors, whose counters are to be shared. Of any other, an
+op is looked at once for whether it copies."""
 
 
 def kind_of(cls: type) -> Kind:
@@ -44,7 +47,7 @@ def kind_of(cls: type) -> Kind:
     kind = known.get(cls)
     if kind is None:
         kind = known[cls] = _look_at(cls)
-        needs_storage_alone[cls] = kind.is_wrapper and not shares_counters(cls)
+        known_to_alias[cls] = set()
     return kind
 
 
