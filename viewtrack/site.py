@@ -178,6 +178,24 @@ def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: 
     return above if written and all(id(t) in declared for t in written) else None
 
 
+def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> FrameType | None:
+    """The innermost handler's frame, from `frame` outwards, if what an op writes was given to it.
+
+    Args:
+        frame: where to start.
+        plan: the plan of the op.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+            passes = _passes_on(frame, code, plan, args, kwargs)
+            return None if passes is None else frame
+        frame = frame.f_back
+    return None
+
+
 def _is_subclass_handler(frame: FrameType, code: CodeType) -> bool:
     """Whether the handler is a class's: a mode's cannot go above autograd again."""
     return code.co_argcount > 0 and isinstance(frame.f_locals.get(code.co_varnames[0]), type)

@@ -8,6 +8,7 @@ mistake with an error that names it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from .._torch import subclass as _torch_subclass
 from ..aliasing import shares_or_unknown
 from ..errors import ViewTrackError
 from ..plan import Argument, Output, Plan, plan_of
-from ..site import caller
+from ..site import caller, locate
 from . import kinds
 from .copies import refuse_copies
 from .counters import (
@@ -33,6 +34,7 @@ from .counters import (
 from .kinds import is_wrapper, kind_of, parts_of, shares_counters
 from .mend import fresh_alias, is_any, needs_mending, normal_alias
 from .metadata import change_metadata, follow_resize
+from .once import is_counted_below, leave_note
 
 Step = Callable[[Plan, Any, Any, Any, Any], Any]
 
@@ -265,6 +267,8 @@ def _write(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if plan.qualified in RESIZES and written[0].size() == size:
             return written[0]
     _count(plan, args, kwargs)
+    if not plan.returns:
+        return None  # foreach ops; a handler easily returns the list that it was given
     if not plan.written and not plan.views:
         return out
     outs = _outputs(plan, out)
@@ -272,14 +276,27 @@ def _write(plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 def _count(plan: Plan, args: Any, kwargs: Any) -> None:
-    """Move the counters of written wrappers' inner tensors, and their own where no kernel will."""
+    """Move the counters of written wrappers' inner tensors, and any that no kernel will."""
     for t in _wrappers(counted_above(plan), args, kwargs):
         count_inner_write(t)
-    if moves_counters_itself(plan):
-        for t in _wrappers(plan.writes, args, kwargs):
+    if not moves_counters_itself(plan) or is_counted_below(plan, args, kwargs):
+        return
+    above = locate(sys._getframe(1), plan, args, kwargs)[0]
+    plain_too = not (
+        plan.is_collective or counted_natively() or _is_run_counted(plan, args, kwargs)
+    )
+    for t in [t for a in plan.writes for t in a.tensors(args, kwargs)]:
+        if is_wrapper(t):
             count_inner_write(t)
-            if not kind_of(type(t)).counts_itself:
-                increment(t)
+        if not above and (not kind_of(type(t)).counts_itself if is_wrapper(t) else plain_too):
+            increment(t)
+    leave_note(plan, args, kwargs)
+
+
+def _is_run_counted(plan: Plan, args: Any, kwargs: Any) -> bool:
+    """Whether the op ran in the handler of a TrackedTensor, which counts plain tensors as well."""
+    given = [t for a in plan.arguments for t in a.tensors(args, kwargs)]
+    return any(kind_of(type(t)).counts_itself for t in given if is_wrapper(t))
 
 
 def _wrappers(arguments: tuple[Argument, ...], args: Any, kwargs: Any) -> list[Any]:
