@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_own
 from write_ways import ALIASES, OPS, OWN_COUNTER, line_of, one_process_group
 
-from viewtrack import MutatedTensorError, guard_saved_tensors
+from viewtrack import MutatedTensorError, guard_saved_tensors, track
 from viewtrack._torch.guard import top_saved_tensors_hooks
 from viewtrack.checkpoint import create_selective_checkpoint_contexts
+from viewtrack.report import Recorder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -302,3 +304,48 @@ def test_torch_is_as_it_was_afterwards():
     x = leaf()
     x.exp().sum().backward()
     assert torch.equal(x.grad, leaf().exp())
+
+
+def test_torchs_own_selective_checkpointing_refuses_no_more_than_without_the_guard():
+    """Its cache is not what autograd saved, and written idempotently it serves its purpose."""
+
+    def region(x, w):
+        h = torch.nn.functional.linear(x, w)  # aten.mm, then aten._unsafe_view
+        return h.relu_().exp()
+
+    def gradients(context):
+        x = torch.arange(6.0).view(2, 1, 3).requires_grad_()
+        w = torch.eye(3).sub(0.5).requires_grad_()
+        contexts = functools.partial(torchs_own, [torch.ops.aten.mm.default])
+        with context:
+            out = checkpoint(region, x, w, use_reentrant=False, context_fn=contexts)
+            out.sum().backward()
+        return x.grad, w.grad
+
+    right = gradients(contextlib.nullcontext())
+    for context in (guard_saved_tensors(), Recorder(), Recorder(guard_saved=True)):
+        assert all(map(torch.equal, gradients(context), right))
+    with pytest.raises(RuntimeError, match="has been mutated"):  # what `track` is for
+        gradients(track())
+
+
+def test_what_a_recompute_does_twice_to_what_is_saved_is_told():
+    def region(x, w):
+        return torch.nn.functional.linear(x, w).mul_(2).sin()
+
+    contexts = functools.partial(torchs_own, [torch.ops.aten.mm.default])
+    with guard_saved_tensors():
+        x, w = torch.ones(2, 1, 3, requires_grad=True), torch.eye(3)
+        out = checkpoint(region, x, w, use_reentrant=False, context_fn=contexts)
+        with pytest.raises(MutatedTensorError) as caught:
+            out.sum().backward()
+    assert caught.value.writes[0].op == "aten.mul_.Tensor"
+
+
+def test_a_write_through_an_unsafe_view_of_what_is_saved_is_seen_all_the_same():
+    with guard_saved_tensors():
+        y = torch.ones(4, requires_grad=True).exp()
+        torch.ops.aten._unsafe_view(y.detach(), [2, 2]).mul_(2)
+        with pytest.raises(MutatedTensorError) as caught:
+            y.sum().backward()
+    assert [write.op for write in caught.value.writes] == ["aten.mul_.Tensor"]

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from viewtrack import track
 from viewtrack.report import Recorder
 from viewtrack.smuggled import brief
 
@@ -590,7 +591,7 @@ def test_a_checkpoint_without_the_fault(context_fn):
 
 
 def test_a_check_of_the_cache_itself_is_explained():
-    with Recorder() as recorder, pytest.raises(RuntimeError, match="has been mutated"):
+    with Recorder() as recorder, track(), pytest.raises(RuntimeError, match="has been mutated"):
         gradient(selective(False), inplace=True)
     [row] = recorder.report("test").hazards
     assert row.hazard.saved.lineno == marked_line("kept")

@@ -22,9 +22,9 @@ import torch
 
 from ._torch import guard as _torch_guard
 from .ledger import Write
-from .mode import track
+from .mode import Onlooker
 from .mutation_text import Mutation, mutation_error
-from .owned_watch import SavedWatch
+from .owned_watch import SavedWatch, unpacking
 from .site import Place, place_of, user_frame
 from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
@@ -76,7 +76,7 @@ def guard_saved_tensors(
         check == "content", frozenset(map(str, allow or ())), copies=on_mutation == "copy"
     )
     with ExitStack() as stack:
-        stack.enter_context(track(record="none"))
+        stack.enter_context(Onlooker(record="none"))
         outer = _torch_guard.top_saved_tensors_hooks() or (_identity, _identity)
         stack.enter_context(_hooks(*guard.wrap(*outer)))
         stack.enter_context(_wrap_inner(guard))
@@ -106,7 +106,8 @@ class _SavedTensors:
         """The same hooks, guarded."""
 
         def unpack_checking(packed: _Packed) -> torch.Tensor:
-            t = unpack(packed.value)
+            with unpacking:
+                t = unpack(packed.value)
             copy = self._copy(t, packed.watches)
             if copy is not None:
                 return copy

@@ -45,6 +45,10 @@ class Tracker:
     #: A mode of its own, for a tracker that wants to be told of every op (`observing.py`).
     own_mode: TrackingMode | None = None
 
+    #: Whether results of `_unsafe_view` share their base's counter. Torch's selective checkpointing
+    #: notices: a tracker that only looks on must not make it refuse what it lets pass.
+    joins_unsafe_views = True
+
     def __init__(self, record: Record = "site", views: Views = "version") -> None:
         self.record = record
         self.views = views
@@ -113,6 +117,12 @@ def track(views: Views = "version", record: Record = "site") -> Tracker:
     return Tracker(record, views)
 
 
+class Onlooker(Tracker):
+    """A tracker for who looks at writes by their storage, and needs no counter for it."""
+
+    joins_unsafe_views = False
+
+
 class _Active(threading.local):
     """The trackers that are active in a thread. One mode acts for all of them."""
 
@@ -164,6 +174,7 @@ class _Active(threading.local):
         if full is not self._full:
             (full_modes.start if full else full_modes.stop)(self.mode)
             self._full = full
+        self.mode.joins_unsafe_views = any(t.joins_unsafe_views for t in self.trackers)
         self.mode.level = max((_LEVELS[t.record] for t in self.trackers), default=0)
 
 

@@ -15,13 +15,7 @@ from .errors import MutatedTensorError
 from .ledger import Write
 from .saved import Saved
 from .site import UNKNOWN, Site
-from .watch import EMPTIED, EXCHANGED, RAW, UNSEEN, Watch
-
-# Applied to their own result these change nothing.
-_IDEMPOTENT = re.compile(
-    r"aten\.(relu|relu6|hardtanh|clamp|clamp_min|clamp_max|clip|abs|sign|sgn|round|floor|ceil|trunc"
-    r"|masked_fill|fill|zero|tril|triu|nan_to_num)_\."
-)
+from .watch import EMPTIED, EXCHANGED, RAW, UNSEEN, Watch, is_idempotent
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,7 @@ def _written(watch: Watch, write: Write) -> list[str]:
         *([f"through {through}"] if through else []),
         *([versions] if write.version_after is not None else []),
         f"thread {write.thread}",
-        *(["idempotent"] if _IDEMPOTENT.match(write.op) else []),
+        *(["idempotent"] if is_idempotent(write.op) else []),
     ]
     row = _row("written", f"{write.op}({write.argument})", write.site)
     return [row, f"  {'':9} {', '.join(details)}"]

@@ -10,14 +10,14 @@ from typing import Any
 
 from . import _torch
 from ._torch.dynamo import skip_dynamo
-from .mode import Record, Tracker, active
+from .mode import Onlooker, Record, active
 from .plan import Plan, plan_of
 from .tracking import TrackingMode
 
 Observe = Callable[[Any, Plan, Any, Any, Any], None]
 
 
-class ObservingTracker(Tracker):
+class ObservingTracker(Onlooker):
     """A `Tracker` that calls a function after every op.
 
     Entered inside of another tracker it stays silent, since the outermost one acts.

@@ -6,6 +6,8 @@ byte and no other alias.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from ._torch import neg_view, no_torch_function
@@ -14,7 +16,7 @@ from .info import version
 from .ledger import Write, key_of
 from .overlap import region_of
 from .site import UNKNOWN, Place
-from .watch import EXCHANGED, Watch
+from .watch import EXCHANGED, Watch, is_idempotent
 
 
 class OwnedWatch(Watch):
@@ -68,6 +70,25 @@ class OwnedWatch(Watch):
         return self.changed or Write(EXCHANGED, "", UNKNOWN, "", None, None, None, 0)
 
 
+class _Unpacking(threading.local):
+    """How many tensors are being unpacked in this thread, which recomputes a region, maybe.
+
+    What a region writes in its recompute it wrote in its forward; if that was before a tensor was
+    saved, the saved tensor is the result.
+    """
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
+unpacking = _Unpacking()
+
+
 class SavedWatch(OwnedWatch):
     """Watches what autograd saved for one call.
 
@@ -101,6 +122,11 @@ class SavedWatch(OwnedWatch):
         self.copies = copies
         self._bits = t.is_conj(), t.is_neg()
         super().__init__(owner, t, op, place, content=content, counter=counter)
+
+    def note(self, write: Write, before: int | None, after: int | None, reached: bool) -> None:
+        """Take account of a write, but of none that only does again what it has done."""
+        again = unpacking.depth > 0 and is_idempotent(write.op)
+        super().note(write, before, after, reached and not again)
 
     def before_write(self, t: torch.Tensor, is_counted: bool) -> bool:
         """Keep a copy of what was saved, if it is still there."""

@@ -16,6 +16,7 @@ class Recorder(Protocol):
     """What a step asks of the mode that it runs for."""
 
     level: int
+    joins_unsafe_views: bool
 
     def found_alias(self, plan: Plan) -> None:
         """Tell once that an op returned memory of its argument undeclared."""

@@ -234,7 +234,8 @@ def _unsafe_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) ->
 
     Not where modes below would see another op than was called.
     """
-    if _mode_stack_len() or kwargs or type(args[0]) is not torch.Tensor:
+    simple = not (_mode_stack_len() or kwargs) and type(args[0]) is torch.Tensor
+    if not (simple and mode.joins_unsafe_views):
         return _undeclared(mode, plan, op, args, kwargs)
     mode.found_alias(plan)
     return _view(mode, plan, _VIEW, args, kwargs)
@@ -259,7 +260,8 @@ def _updating(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> An
 
 
 def _join_undeclared(mode: Recorder, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
-    share = not plan.is_aten or plan.qualified in SHARE_UNDECLARED
+    unsafe_view = plan.qualified in SHARE_UNDECLARED
+    share = mode.joins_unsafe_views if unsafe_view else not plan.is_aten
     for t, base in undeclared(plan, args, kwargs, out):
         mode.found_alias(plan)
         if share and joinable(t, base):

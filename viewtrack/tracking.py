@@ -41,6 +41,7 @@ class TrackingMode(_torch.QuietMode):
 
     Attributes:
         level: 0 records nothing, 1 the line of each write, 2 also the Python stack.
+        joins_unsafe_views: whether results of `_unsafe_view` share the counter of their base.
     """
 
     supports_higher_order_operators = True
@@ -48,6 +49,7 @@ class TrackingMode(_torch.QuietMode):
     def __init__(self, found_alias: Callable[[str, Site], None]) -> None:
         super().__init__()
         self.level = 0
+        self.joins_unsafe_views = True
         self._found_alias = found_alias
         # Ops that were told of already: one report an op, and no frame walk for the next call.
         self.known_aliases: set[str] = set()

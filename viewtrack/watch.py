@@ -13,6 +13,7 @@ cannot be told whom it reached. There the watch keeps a fingerprint of the bytes
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -353,3 +354,15 @@ def note_alias(args: Any, out: Any, op: str) -> None:
 def is_allowed(write: Write, allowed: Iterable[str]) -> bool:
     """Whether a write is by one of some ops, named with or without their overload."""
     return any(write.op == name or write.op.rpartition(".")[0] == name for name in allowed)
+
+
+# Applied to their own result these change nothing.
+_IDEMPOTENT = re.compile(
+    r"aten\.(relu|relu6|hardtanh|clamp|clamp_min|clamp_max|clip|abs|sign|sgn|round|floor|ceil|trunc"
+    r"|masked_fill|fill|zero|tril|triu|nan_to_num)_\."
+)
+
+
+def is_idempotent(op: str) -> bool:
+    """Whether an op, done again to its own result, leaves it as it is."""
+    return _IDEMPOTENT.match(op) is not None
