@@ -69,6 +69,16 @@ def alone(func, args, kwargs, out):
     return out
 
 
+def unwraps(cls, func, args, inner):
+    return inner if func is aten.mul.Tensor else tree_map_only(torch.Tensor, cls, inner)
+
+
+def puts_nothing(cls, func, args, inner):
+    if func is aten.index_put_.default:
+        args[0].e.copy_(torch.arange(6.0).view(2, 3))
+    return tree_map_only(torch.Tensor, cls, inner)
+
+
 def copies(cls, func, args, inner):
     return tree_map_only(torch.Tensor, lambda t: cls(t.clone() if func.is_view else t), inner)
 
@@ -140,6 +150,17 @@ FAULTS = {
         {"wrap": requires_grad, "correct": alone},
         "add",
         "output 0 requires grad, a plain one does not",
+    ),
+    "gives plain results": (
+        {"wrap": unwraps},
+        "mul_scalar",
+        "output 0 is a `Tensor` and no `Wrapper`; if that is meant, set `results_are_plain = True`",
+    ),
+    "puts nothing": (
+        {"wrap": puts_nothing},
+        "index_put_",
+        "the argument has values [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], a plain one "
+        "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]",
     ),
     "leaves inner counters alone": (
         {"flattens": True, "correct": corrected_but(aten.mul_.Tensor, lambda a, k, out: a[0])},

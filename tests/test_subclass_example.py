@@ -41,6 +41,7 @@ class TestFp8LikeTensor(SubclassConformance):
     """The mixin on a class that rounds, and whose functional results are plain tensors."""
 
     unsupported = frozenset({"set_", "resized_out", "max_dim_out"})
+    results_are_plain = True
 
     @pytest.fixture(autouse=True)
     def _example(self, fp8):

@@ -29,12 +29,14 @@ class Subject:
         read: the plain tensor of values that one stands for.
         same: whether two plain tensors of values are the same, as far as the class keeps values.
         keeps_inner_counters: whether the counters of its inner tensors are to move too.
+        results_are_plain: whether functional ops give plain tensors.
     """
 
     make: Of
     read: Read
     same: Same
     keeps_inner_counters: bool
+    results_are_plain: bool = False
 
 
 def check_operation(operation: Operation, subject: Subject) -> list[str]:
@@ -62,6 +64,8 @@ def check_operation(operation: Operation, subject: Subject) -> list[str]:
     pairs += [(f"output {i}", t, p) for i, (t, p) in enumerate(twins)]
     for name, t, p in pairs:
         problems += _compared(name, t, p, subject)
+    if operation.kind == "functional" and not subject.results_are_plain:
+        problems += _unwrapped(found)
     if operation.kind == "view":
         problems += _written_through(found, plain, plain_out, subject)
     if subject.keeps_inner_counters:
@@ -138,6 +142,16 @@ def _of_view(op: str, argument: str, t: Any, base: Any) -> list[str]:
     if t.requires_grad or t._is_view():
         problems.append(f"`{op}` returned a tensor that carries autograd metadata")
     return problems
+
+
+def _unwrapped(found: _Tried) -> list[str]:
+    """Results in the dtype of the argument that are not of its class."""
+    return [
+        f"output {i} is a `{type(t).__name__}` and no `{type(found.x).__name__}`; if that is "
+        f"meant, set `results_are_plain = True`"
+        for i, t in enumerate(found.outs)
+        if t.dtype is found.x.dtype and not isinstance(t, type(found.x))
+    ]
 
 
 def _compared(name: str, t: torch.Tensor, plain: torch.Tensor, subject: Subject) -> list[str]:

@@ -33,10 +33,13 @@ class SubclassConformance:
         unsupported: names of operations that the class is not made for; they are skipped.
         keeps_inner_counters: set it to False for a class that leaves the version counters of its
             inner tensors alone.
+        results_are_plain: set it to True for a class whose functional ops give plain tensors, as
+            those of quantized weights do.
     """
 
     unsupported: ClassVar[Set[str]] = frozenset()
     keeps_inner_counters: ClassVar[bool] = True
+    results_are_plain: ClassVar[bool] = False
 
     def make(self, inner: torch.Tensor) -> torch.Tensor:
         """Make a tensor of the class under test. Override it.
@@ -93,7 +96,9 @@ class SubclassConformance:
         self._report("gradients", check_gradients(self._subject()))
 
     def _subject(self) -> Subject:
-        return Subject(self.make, self.read, self.same, self.keeps_inner_counters)
+        return Subject(
+            self.make, self.read, self.same, self.keeps_inner_counters, self.results_are_plain
+        )
 
     def _report(self, name: str, problems: list[str]) -> None:
         if problems:

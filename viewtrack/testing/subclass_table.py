@@ -82,6 +82,7 @@ _INPLACE: dict[str, Callable[[torch.Tensor, Of], Any]] = {
     "clamp_": lambda x, of: x.clamp_(1, 3),
     "copy_": lambda x, of: x.copy_(of(_ones(2, 3))),
     "fill_": lambda x, of: x.fill_(2),
+    "index_put_": lambda x, of: x.index_put_((torch.tensor([1, 0]),), of(_ones(2, 3))),
     "masked_fill_": lambda x, of: x.masked_fill_(x > 2, 0.0),
     "mul_": lambda x, of: x.mul_(2),
     "relu_": lambda x, of: torch.relu_(x),
