@@ -214,6 +214,43 @@ def test_names_stand_for_ops():
     assert kept == ["Watch"]
 
 
+@pytest.mark.parametrize("name", ["aten.mm", "aten::mm", "aten::mm.default", "aten.mm.default"])
+def test_a_name_may_be_written_as_people_write_it(name):
+    caching, _ = ours([name, "notyet.attention.default", "notyet::attention"])
+    with caching:
+        (torch.ones(2, 2) @ torch.ones(2, 2)).sin()
+    entries = caching.cache.entries.items()
+    kept = {op for op, found in entries for e in found if type(e).__name__ == "Watch"}
+    assert kept == {aten.mm.default._op}
+
+
+def test_an_op_that_is_defined_after_the_list_is_known_by_its_name():
+    contexts = ours(["guardlater.twice.default"])
+    with torch.library._scoped_library("guardlater", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        with contexts[0]:
+            torch.ops.guardlater.twice(torch.ones(2))
+        (entry,) = contexts[0].cache.entries[torch.ops.guardlater.twice.default._op]
+        assert entry.tensor.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mm", "did you mean 'aten.mm'?"),
+        ("aten.matmull", "did you mean 'aten.matmul'?"),
+        ("aten.sofmax", "did you mean 'aten.softmax'?"),
+        ("aten::addmm.defualt", "its overloads are default"),
+        ("", "write it as 'aten.mm.default'"),
+    ],
+)
+def test_a_name_of_no_op_is_refused(name, told):
+    with pytest.raises(ValueError, match="names no op") as caught:
+        ours([aten.mm.default, name])
+    assert told in str(caught.value)
+
+
 def test_ignored_ops_are_read_when_an_op_comes():
     def count(contexts):
         return sum(call[0] == "aten.sin.default" for call in calls_of(contexts))

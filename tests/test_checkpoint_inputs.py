@@ -1,6 +1,7 @@
 """check_inputs: what the forward changed of the things that it starts from."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -171,3 +172,32 @@ def test_the_hook_on_modules_is_taken_off(contexts):
     with pytest.raises(MutatedTensorError):
         run(Gate(), contexts())
     assert len(hooks) == before
+
+
+def another_way(contexts):
+    with pytest.raises(RuntimeError) as caught:
+        run(Gate(), contexts)
+    return caught.value
+
+
+torchs_own = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, OPS)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [functools.partial(create_selective_checkpoint_contexts, OPS), guard(torchs_own)],
+    ids=["own", "guard"],
+)
+def test_a_recompute_that_goes_another_way_gets_a_hint(contexts):
+    error = another_way(contexts)
+    assert str(error) == str(another_way(torchs_own))
+    if sys.version_info >= (3, 11):
+        (note,) = error.__notes__
+        assert "`check_inputs=True` names what changed" in note
+
+
+@both
+def test_the_line_that_made_a_changed_attribute_is_told(contexts):
+    error = another_way(contexts())
+    line = Gate.forward.__code__.co_firstlineno + 2
+    assert f"is f32[3] now, made at {__file__}:{line} in forward; if it may," in str(error)

@@ -174,7 +174,9 @@ class _Active(threading.local):
         if full is not self._full:
             (full_modes.start if full else full_modes.stop)(self.mode)
             self._full = full
-        self.mode.joins_unsafe_views = any(t.joins_unsafe_views for t in self.trackers)
+        # Guarded regions use the mode without a tracker, where they join.
+        joins = [t.joins_unsafe_views for t in self.trackers]
+        self.mode.joins_unsafe_views = any(joins) or not joins
         self.mode.level = max((_LEVELS[t.record] for t in self.trackers), default=0)
 
 

@@ -30,6 +30,7 @@ from ..site import place_of, user_frame
 from ..steps import on_real, step_for
 from ..watch import note_alias, watched
 from .cache import CONSUMED, RECOMPUTE, Cache, hooks_for
+from .inputs import hinted
 from .passing import (
     STEP,
     builtin,
@@ -309,7 +310,8 @@ class CachedMode(_torch_guard.CachedMode):
             entries = self._entries[key]
             entry = entries[index]
         except IndexError:
-            raise RuntimeError(self._mismatch(func, key, index)) from None
+            error = RuntimeError(self._mismatch(func, key, index))
+            raise hinted(error, self.cache.inputs) from None
         if entry is RECOMPUTE:
             return entry
         if entry is CONSUMED:
@@ -329,7 +331,8 @@ class CachedMode(_torch_guard.CachedMode):
             return RECOMPUTE
         entries = self.cache.entries.get(key_in_cache(func, args))
         if entries is None:
-            raise RuntimeError(f"{func} encountered during backward, but not found in storage")
+            error = RuntimeError(f"{func} encountered during backward, but not found in storage")
+            raise hinted(error, self.cache.inputs)
         if not entries:
             raise RuntimeError(_EXTRA_TIME)
         return entries.pop(0)

@@ -12,6 +12,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from .._torch import guard as _torch_guard
 from .cache import Cache
 from .contexts import CachedMode, CachingMode, Policy
+from .names import ops_named
 from .options import Check, OnMutation, make_options
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -39,7 +40,8 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: a policy, called as torch calls it, which returns a CheckpointPolicy or a
-            bool; or a list of OpOverloads to save, or of their names (``"aten.mm.default"``).
+            bool; or a list of OpOverloads to save, or of their names (``"aten.mm.default"``; all
+            overloads for ``"aten.mm"``). Names of ops of other libraries need not be defined.
         allow_cache_entry_mutation: as ``check="off"``.
         check: ``"storage"`` finds the writes of every op that declares what it writes, through any
             alias. ``"content"`` compares bytes, and so finds numpy, raw pointers and undeclared
@@ -55,7 +57,8 @@ def create_selective_checkpoint_contexts(
 
     Raises:
         TypeError: `policy_fn_or_list` is neither callable nor a list.
-        ValueError: an item of the list is no OpOverload, or an argument has none of its values.
+        ValueError: an item of the list is no OpOverload, or names none, or an argument has none of
+            its values.
     """
     policy_fn_or_list = _with_ops(policy_fn_or_list)
     if _torch_guard.is_compiling():
@@ -79,13 +82,19 @@ def _policy(policy_fn_or_list: Any) -> Policy:
 
 
 def _with_ops(policy_fn_or_list: Any) -> Any:
-    """A policy that knows ops by name too, for a list with names such as xformers takes."""
+    """A list with the ops that its names stand for, or a policy, where one is not defined yet."""
     if not isinstance(policy_fn_or_list, list):
         return policy_fn_or_list
-    names = {op for op in policy_fn_or_list if isinstance(op, str)}
-    if not names:
+    if not any(isinstance(op, str) for op in policy_fn_or_list):
         return policy_fn_or_list
-    ops = [op for op in policy_fn_or_list if not isinstance(op, str)]
-    if ops:
-        _policy(ops)  # raises if one is no op
-    return lambda context, func, *args, **kwargs: str(func) in names or func in ops
+    ops: list[Any] = []
+    unknown: set[str] = set()
+    for op in policy_fn_or_list:
+        found = ops_named(op) if isinstance(op, str) else [op]
+        ops += found
+        if not found:
+            unknown.add(op.replace("::", "."))
+    _policy(ops)  # raises if one is no op
+    if not unknown:
+        return ops
+    return lambda context, func, *args, **kwargs: func in ops or str(func) in unknown

@@ -31,7 +31,7 @@ from ..site import UNKNOWN, Place, place_of, user_frame
 from ..watch import UNSEEN, Watch, parts
 from ..weak_watch import WeakWatch, is_watchable
 from .create import Contexts
-from .inputs import Inputs
+from .inputs import Inputs, hinted
 from .options import Check, OnMutation, Options, make_options
 
 ContextFn = Callable[..., Contexts]
@@ -229,6 +229,7 @@ class Checker(TopMode):
         except RuntimeError as error:
             if "has been mutated" in str(error):
                 self._report(self.made.mutations_by(str(func)), error)
+            hinted(error, self.made.inputs)
             raise
         if self._handed_out:
             for handed in self._handed_out:

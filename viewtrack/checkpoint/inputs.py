@@ -20,13 +20,30 @@ from ..aliasing import shape_of
 from ..ledger import key_of
 from ..mutation_text import Mutation, brief, mutation_error
 from ..operands import tensors
-from ..site import place_of, user_frame
+from ..site import Place, place_of, site_at, user_frame
 from ..weak_watch import WeakWatch, is_watchable
 from .options import Options
 
 _SUBJECT = "what a checkpointed region starts from"
 _ALLOW = "add '{op}' to allow="
 _ABSENT = "absent"
+
+
+_HINT = (
+    "viewtrack: if the forward changes what the recompute starts from (an attribute of a module, a "
+    "buffer, a captured tensor), `check_inputs=True` names what changed, and the line"
+)
+
+
+def hinted(error: RuntimeError, inputs: Inputs | None) -> RuntimeError:
+    """An error that the recompute went another way than the forward, with a hint to the cause.
+
+    Python 3.10 has no notes; there nothing happens.
+    """
+    unknown = inputs is None and "encountered during backward" in str(error)
+    if unknown and hasattr(error, "add_note") and _HINT not in getattr(error, "__notes__", ()):
+        error.add_note(_HINT)
+    return error
 
 
 class Inputs:
@@ -36,7 +53,7 @@ class Inputs:
         self._options = options
         self._watches: dict[int, WeakWatch] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._made: set[int] = set()
+        self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
         self._modules: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []
         self._thread = 0
@@ -66,7 +83,8 @@ class Inputs:
         """Note that the region made these."""
         for t in tensors(out):
             if is_watchable(t) and key_of(t) not in self._watches:
-                self._made.add(key_of(t))
+                place = place_of(user_frame(sys._getframe(2)))
+                self._made[key_of(t)] = weakref.ref(t.untyped_storage()), place
 
     def check(self) -> None:
         """The recompute begins.
@@ -116,10 +134,19 @@ class Inputs:
                 else:
                     old = _kept(getattr(type(module), name, _ABSENT))
                 if label not in self._options.allow and not _is_same(old, now.get(name, _ABSENT)):
+                    value = now.get(name, _ABSENT)
                     yield (
                         f"`{label}` was {_shown(old)} when the forward began and is "
-                        f"{_shown(now.get(name, _ABSENT))} now; if it may, add {label!r} to allow="
+                        f"{_shown(value)} now{self._origin(value)}; "
+                        f"if it may, add {label!r} to allow="
                     )
+
+    def _origin(self, value: Any) -> str:
+        """Where the region made a tensor, if it did."""
+        if not is_watchable(value) or key_of(value) not in self._made:
+            return ""
+        storage, place = self._made[key_of(value)]
+        return f", made at {site_at(place)}" if storage() is not None else ""
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
