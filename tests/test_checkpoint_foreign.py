@@ -201,8 +201,9 @@ def test_a_warning_or_a_call_takes_the_place_of_torchs_error_too(pair, check):
     asked = []
     region = region_with(lambda h: F.relu(h, inplace=True))
     right = run(region, nothing)[1]
-    with pytest.warns(UserWarning, match=r"aten\.relu_\.default\(self\)"):
+    with pytest.warns(UserWarning, match=r"aten\.relu_\.default\(self\)") as warned:
         assert same(run(region, guard(pair, check=check, on_mutation="warn"))[1], right)
+    assert [warning.filename for warning in warned] == [__file__]
     errors = []
     assert same(run(region, guard(pair, check=check, on_mutation=errors.append))[1], right)
     assert [[write.op for write in error.writes] for error in errors] == [["aten.relu_.default"]]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from write_ways import ALIASES, OPS, here, in_handler, in_tracked_thread, one_process_group
 
-from viewtrack import MutatedTensorError, MutationGuard, protect, track
+from viewtrack import MutatedTensorError, MutationGuard, guard_saved_tensors, protect, track
+from viewtrack.checkpoint import create_selective_checkpoint_contexts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -348,3 +349,43 @@ def test_the_error_of_a_refusal_names_the_op_and_the_line():
 def test_only_tensors_can_be_guarded(take):
     with pytest.raises(TypeError, match="expected a tensor to guard, got int"):
         take()
+
+
+TAKES_ALLOW = [
+    lambda allow: MutationGuard(allow=allow),
+    lambda allow: guard_saved_tensors(allow=allow).__enter__(),
+    lambda allow: create_selective_checkpoint_contexts([], allow=allow),
+]
+
+
+@pytest.mark.parametrize("take", TAKES_ALLOW)
+def test_what_is_allowed_must_be_ops(take):
+    for allow in ("aten.relu_", 3, [3], [torch.relu_]):
+        with pytest.raises(TypeError, match="`allow` takes"):
+            take(allow)
+    with pytest.raises(ValueError, match=r"did you mean 'aten\.relu_'"):
+        take({"aten.relu__": "a typo"})
+
+
+def test_ops_are_allowed_however_they_are_named():
+    aten = torch.ops.aten
+    for op in ("aten.mul_", "aten::mul_", "aten::mul_.Tensor", aten.mul_, aten.mul_.Tensor):
+        t = torch.ones(2)
+        with MutationGuard(allow=[op, "mylib.later_"]) as guard:
+            guard.save(t)
+            t.mul_(2)
+
+
+def test_a_loop_does_not_crowd_out_another_write():
+    t = torch.ones(2)
+    with MutationGuard() as guard:
+        entry = guard.save(t)
+        for _ in range(100):
+            t.mul_(1)
+        t.sin_()
+        t.mul_(1)
+        with pytest.raises(MutatedTensorError, match="and 68 more writes") as caught:
+            entry.get()
+        entry.release()
+    ops = [write.op for write in caught.value.writes]
+    assert ops == ["aten.mul_.Tensor"] * 32 + ["aten.sin_.default", "aten.mul_.Tensor"]

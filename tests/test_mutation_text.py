@@ -204,7 +204,7 @@ def test_what_a_region_starts_from():
         text,
         """\
 what a checkpointed region starts from has been mutated before it was reused
-  changed   `Gate.load` was None when the forward began and is f32[3] now; if it may, add 'Gate.load' to allow=
+  changed   `Gate.load` was None when the forward began and is f32[3] now, made at test.py:+N in forward; if it may, add 'Gate.load' to allow=
   saved     Gate.seen -> f32[3]                   test.py:+N in forward:  self.seen += 1
   written   aten.add_.Tensor(self)                test.py:+N in forward:  self.seen += 1
             version 0 -> 1, thread MainThread

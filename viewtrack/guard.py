@@ -18,6 +18,7 @@ from .before_write import values_of
 from .ledger import key_of
 from .mode import Tracker, track
 from .mutation_text import Mutation, mutation_error
+from .op_names import allowed_names
 from .owned_watch import OwnedWatch
 from .site import Place, place_of, user_frame
 from .watch import UNSEEN, is_allowed, parts
@@ -103,7 +104,7 @@ class MutationGuard:
         if check not in ("storage", "content"):
             raise ValueError(f"`check` must be 'storage' or 'content', got {check!r}")
         self._content = check == "content"
-        self._allowed = frozenset(map(str, allow or ()))
+        self._allowed = allowed_names(allow)
         self._saved: list[GuardedTensor] = []
         self._trackers: list[Tracker] = []
 

@@ -24,6 +24,7 @@ from ._torch import guard as _torch_guard
 from .ledger import Write
 from .mode import Onlooker
 from .mutation_text import Mutation, mutation_error
+from .op_names import allowed_names
 from .owned_watch import SavedWatch, unpacking
 from .site import Place, place_of, user_frame
 from .watch import Watch, is_allowed, parts
@@ -72,9 +73,7 @@ def guard_saved_tensors(
         raise ValueError(f"`check` must be 'storage' or 'content', got {check!r}")
     if on_mutation not in ("raise", "copy"):
         raise ValueError(f"`on_mutation` must be 'raise' or 'copy', got {on_mutation!r}")
-    guard = _SavedTensors(
-        check == "content", frozenset(map(str, allow or ())), copies=on_mutation == "copy"
-    )
+    guard = _SavedTensors(check == "content", allowed_names(allow), copies=on_mutation == "copy")
     with ExitStack() as stack:
         stack.enter_context(Onlooker(record="none"))
         outer = _torch_guard.top_saved_tensors_hooks() or (_identity, _identity)

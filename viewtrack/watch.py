@@ -31,7 +31,8 @@ from .plan import Plan
 from .saved import Saved
 from .site import UNKNOWN, Place, Site, site_at
 
-#: How many writes that reached a kept tensor are kept in full, the first ones; all are counted.
+#: How many writes that reached a kept tensor are kept in full, the first ones; all are counted. As
+#: many again by another op or line than those: a loop does not crowd them out.
 WRITES_KEPT = 32
 _ALIASES_KEPT = 16
 
@@ -248,10 +249,15 @@ class Watch:
     def _add(self, write: Write, moved_to: int | None) -> None:
         if self._reached is None:
             self._reached = []
-        if len(self._reached) < WRITES_KEPT:
+        kept = len(self._reached)
+        if kept < WRITES_KEPT or (kept < 2 * WRITES_KEPT and self._is_another(write)):
             self._reached.append((write, moved_to))
         else:
             self._more += 1
+
+    def _is_another(self, write: Write) -> bool:
+        known = {(other.op, other.site) for other, _ in self._reached or ()}
+        return write.op != UNSEEN and (write.op, write.site) not in known
 
 
 watched: dict[int, tuple[weakref.ref[Watch], ...]] = {}

@@ -10,9 +10,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from .._torch import HigherOrderOperator, OpOverload
 from .._torch import guard as _torch_guard
+from ..op_names import ops_named
 from .cache import Cache
 from .contexts import CachedMode, CachingMode, Policy
-from .names import ops_named
 from .options import Check, OnMutation, make_options
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

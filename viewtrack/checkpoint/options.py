@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 
 from ..errors import MutatedTensorError
 from ..mutation_text import Mutation, mutation_error
+from ..op_names import allowed_names
+from ..site import is_user_file
 from ..watch import Watch, is_allowed
 
 log = logging.getLogger(__name__)
@@ -74,9 +77,17 @@ class Options:
         if self.on_mutation == "raise":
             raise error from cause
         if self.on_mutation == "warn":
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(str(error), stacklevel=_levels_to_user_code())
         else:
             self.on_mutation(error)
+
+
+def _levels_to_user_code() -> int:
+    """How far above its caller the first frame of user code is, as ``stacklevel`` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def make_options(
@@ -88,7 +99,8 @@ def make_options(
     """Check what a user passed.
 
     Raises:
-        ValueError: `check` or `on_mutation` has none of its values.
+        ValueError: `check` or `on_mutation` has none of its values, or `allow` names no op.
+        TypeError: `allow` is no list or mapping of ops.
     """
     if check == "storage" and allow is None and on_mutation == "raise" and not check_inputs:
         return _DEFAULT  # made for every region
@@ -98,7 +110,7 @@ def make_options(
         raise ValueError(
             f"`on_mutation` must be 'raise', 'warn' or a callable, got {on_mutation!r}"
         )
-    return Options(check, frozenset(map(str, allow or ())), on_mutation, check_inputs)
+    return Options(check, allowed_names(allow), on_mutation, check_inputs)
 
 
 _DEFAULT = Options()

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from .._torch.library import op_names
+from ._torch import HigherOrderOperator, OpOverload
+from ._torch.library import op_names
 
 # Of these every op is known. Others may be defined later, or not in this build of their library.
 _OF_TORCH = ("aten", "prims", "prim")
+
+
+def allowed_names(allow: Mapping[Any, str] | Iterable[Any] | None) -> frozenset[str]:
+    """The names in what a user passed as ``allow=``: of ops, and of what else may change.
+
+    Raises:
+        TypeError: it is no mapping or list, or one of its items is neither a name nor an op.
+        ValueError: a name in it looks like that of an op of torch's, and is none.
+    """
+    if allow is None:
+        return frozenset()
+    if isinstance(allow, str) or not isinstance(allow, Iterable):
+        raise TypeError(f"`allow` takes a list of ops, or a mapping to reasons, got {allow!r}")
+    names = set()
+    for op in allow:
+        if not isinstance(op, str) and not _is_op(op):
+            raise TypeError(f"`allow` takes ops and their names, got {op!r}")
+        name = str(op).replace("::", ".")
+        if name.partition(".")[0] in _OF_TORCH:
+            ops_named(name)
+        names.add(name)
+    return frozenset(names)
+
+
+def _is_op(value: Any) -> bool:
+    return isinstance(value, (OpOverload, HigherOrderOperator)) or hasattr(value, "overloads")
 
 
 def ops_named(name: str) -> list[Any]:
