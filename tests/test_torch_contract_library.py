@@ -1,6 +1,7 @@
 """What `viewtrack/_torch/library.py` relies on, and does, on this torch."""
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,32 @@ def test_a_tangent_is_taken_off_at_one_level():
     )[1]
     assert (outer.item(), inner_tangent.item()) == (10, 0)
     assert found == [(3, True)]
+
+
+def test_a_tensor_takes_the_place_of_another():
+    base = torch.ones(4, requires_grad=True) * 1
+    view = base[:2]
+    alias = view.detach()
+    key = weakref.ref(alias)  # as tracers take it
+    assert _torch_library.take_place(alias, view)
+    assert alias._base is base
+    assert alias.grad_fn.name() == "SliceBackward0"
+    assert not view._is_view()
+    assert not view.requires_grad
+    del view
+    assert key() is alias
+    alias.mul_(3)
+    assert base._version == alias._version == 1
+    assert base.tolist() == [3, 3, 1, 1]
+
+
+def test_a_tensor_that_is_referred_to_elsewhere_stays():
+    """From 2.10 on its object would otherwise be freed while it is in use."""
+    base = torch.ones(4, requires_grad=True) * 1
+    view = base[:2]
+    alias = view.detach()
+    part = alias[:1]  # its C++ base is `alias`
+    assert not _torch_library.take_place(alias, view)
+    assert part._base is alias
+    assert view._base is base
+    assert not _torch_library.take_place(torch.nn.Parameter(torch.ones(2)), view)

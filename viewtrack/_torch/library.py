@@ -327,6 +327,21 @@ def _fake_like(mode: Any, t: torch.Tensor) -> torch.Tensor:
     return fake
 
 
+def take_place(t: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let the object t be the tensor that `other` is, metadata and all, and `other` what t was.
+
+    ``torch.utils.swap_tensors`` does so, and refuses what has a weak reference, as a tracer takes.
+    Nothing is done, and False returned, where C++ refers to one of the two besides its object.
+    """
+    if type(t) is not type(other) or t._use_count() != 1 or other._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    try:
+        _C._swap_tensor_impl(t, other)
+    except RuntimeError:  # C++ refers to it weakly
+        return False
+    return True
+
+
 def hint(value: Any) -> Any:
     """A symbolic number's hint; anything else as it is."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -33,7 +33,7 @@ class Call:
         looks_inside: whether autograd is to look into the body.
         ran_inside: whether it did.
         is_raw: whether it could not, since the body used numpy.
-        hides_views: whether it found no views where the schema has them.
+        hidden: the outputs that the schema calls views, and where autograd found none.
         counted_inside: for each written tensor, whether the body moved its counter by itself.
         recorded: what autograd has made of an output, and the alias that handlers got for it.
     """
@@ -44,7 +44,7 @@ class Call:
         "_has_handlers",
         "args",
         "counted_inside",
-        "hides_views",
+        "hidden",
         "is_raw",
         "kwargs",
         "looks_inside",
@@ -64,7 +64,7 @@ class Call:
         self.looks_inside = looks_inside
         self.ran_inside = False
         self.is_raw = False
-        self.hides_views = False
+        self.hidden: tuple[Place, ...] = ()
         self.counted_inside: list[bool] = []
         self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._has_handlers = _torch.mode_stack_len() > 0 or any(map(_is_handled, tensors))
@@ -77,6 +77,11 @@ class Call:
 
     def __exit__(self, *exc: object) -> None:
         _under_way.calls.pop()
+
+    @property
+    def hides_views(self) -> bool:
+        """Whether autograd has found no views where the schema has them."""
+        return bool(self.hidden)
 
     @property
     def is_settled(self) -> bool:
@@ -101,13 +106,21 @@ class Call:
             if leaf.index not in self.spec.written and (t._is_view() or t.requires_grad):
                 with _torch.inplace_or_view():
                     alias = t.detach()
-                self.recorded.append((t, alias))
+                if leaf.place not in self.hidden:
+                    self.recorded.append((t, alias))
                 put(outputs, leaf.place, alias)
         return self.spec.packed(outputs)
 
     def taken_back(self, t: torch.Tensor) -> torch.Tensor:
-        """The output that a handler returned an alias for."""
-        return next((output for output, alias in self.recorded if alias is t), t)
+        """The output that a handler returned an alias for: the alias, which it then becomes.
+
+        Tracers know a tensor by the object that the handler returned.
+        """
+        for i, (output, alias) in enumerate(self.recorded):
+            if alias is t:
+                del self.recorded[i]
+                return t if _torch_library.take_place(t, output) else output
+        return t
 
     def note(self, before: list[int | None]) -> None:
         """Note which counters the body moved.

@@ -40,7 +40,7 @@ def note_inside(call: Call, out: Any) -> None:
         if leaf.index in call.spec.views:
             base = base_of(call, leaf)
             if base is not None and not is_marked(leaf.t, base):
-                call.hides_views = True
+                call.hidden = (*call.hidden, leaf.place)
 
 
 def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
