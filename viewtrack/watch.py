@@ -29,6 +29,7 @@ from .ledger import Region, Write, key_of
 from .overlap import overlaps, region_of
 from .plan import Plan
 from .saved import Saved
+from .sharing import share_a_counter
 from .site import UNKNOWN, Place, Site, site_at
 
 #: How many writes that reached a kept tensor are kept in full, the first ones; all are counted. As
@@ -328,22 +329,11 @@ def note_write(
             if plan.changes_metadata and watch.is_of(t):
                 watch.note_change(write)
             now = version(watch.tensor)
-            if now is not None and moved and _share_a_counter(t, watch.tensor):
+            if now is not None and moved and share_a_counter(t, watch.tensor):
                 end = now + moved if counted else now
                 watch.note(write, end - moved, end, reached)
             else:
                 watch.note(write, now, now, reached)
-
-
-def _share_a_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
-    was = version(a)
-    if was is None or was != version(b):
-        return False
-    # Nothing tells whose counter it is but moving it, and back.
-    torch.autograd.graph.increment_version(a)
-    shared = version(b) != was
-    _torch.set_version(a, was)
-    return shared
 
 
 def note_alias(args: Any, out: Any, op: str) -> None:
