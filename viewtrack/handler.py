@@ -37,6 +37,8 @@ from ._torch.dynamo import skip_dynamo
 from ._torch.guard import no_torch_dispatch
 from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
 from .info import version
+from .operands import is_uncounted_of_wrappers, is_wrapper
+from .operands import written as writes_of
 from .plan import Plan, plan_of
 from .site import locate
 
@@ -162,13 +164,13 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
             try:
                 was = (t := args[written])._version
             except (IndexError, RuntimeError):  # several, or by name; an inference tensor
-                t, was = None, _versions(plan, args, kwargs)
+                t, was = None, _noted(plan, types, args, kwargs)
         set_excluded(ADINPLACEORVIEW, False)
         try:
             out = handler(owner, func, types, args, kwargs)
             if written is not None:
                 if t is None:
-                    _take_back(was, _getframe(depth), plan, args, kwargs)
+                    _settle(was, _getframe(depth), plan, args, kwargs)
                 elif (now := t._version) > was and (
                     (frame := _getframe(depth)) in anchors or _is_counted(frame, plan, args, kwargs)
                 ):
@@ -178,7 +180,7 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
                 return out
             if views and not mode_stack_len():
                 if type(out) is Tensor:
-                    return _detach(out)
+                    return out if out.is_inference() else _detach(out)
                 if type(out) is list and _all_plain(out):
                     return [*map(_detach, out)]
             return _accepted(out, plan, args, kwargs)
@@ -211,24 +213,52 @@ def _facts_of(func: Any) -> _Facts:
     written = None
     if plan.writes and plan.has_native_kernel and not plan.is_composite:
         written = plan.sole_write.index if plan.sole_write else _SEVERAL
+    elif any(is_uncounted_of_wrappers(plan, a) for a in plan.writes):
+        written = _SEVERAL
     facts = _facts[func._op] = written, bool(plan.views), plan
     return facts
 
 
+def _is_counted_above(plan: Plan) -> bool:
+    return plan.has_native_kernel and not plan.is_composite
+
+
+def _noted(plan: Plan, types: Any, args: Any, kwargs: Any) -> list[int | None]:
+    """The versions of what the op writes; none where nothing will have to be done about them."""
+    return _versions(plan, args, kwargs) if types or _is_counted_above(plan) else []
+
+
 def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
-    return [version(t) for a in plan.writes for t in a.tensors(args, kwargs)]
+    return [version(t) for _, t in writes_of(plan, args, kwargs)]
 
 
-def _take_back(
+def _settle(
     was: list[int | None], frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
 ) -> None:
-    """Take one count back of each tensor that the handler wrote, and the kernel above counts."""
-    now = _versions(plan, args, kwargs)
-    if now != was and _is_counted(frame, plan, args, kwargs):
-        written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
-        for t, old, new in zip(written, was, now, strict=True):
-            if new is not None and new != old:
-                set_versions((t,), (new - 1,))
+    """Take back what the kernel above counts again; count what neither it nor the handler does."""
+    if not was:
+        return
+    if not _is_counted_above(plan):
+        _count_wrappers(was, frame, plan, args, kwargs)
+    elif _versions(plan, args, kwargs) != was and _is_counted(frame, plan, args, kwargs):
+        for (_, t), old in zip(writes_of(plan, args, kwargs), was, strict=True):
+            now = version(t)
+            if now is not None and now != old:
+                set_versions((t,), (now - 1,))
+
+
+def _count_wrappers(
+    was: list[int | None], frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
+) -> None:
+    """Count a write of an op without an ADInplaceOrView kernel for each wrapper that it reached.
+
+    The handler of the wrapper wrote the tensor inside, whose counter is the only one to have moved.
+    """
+    if not locate(frame, plan, args, kwargs)[0]:
+        for (argument, t), old in zip(writes_of(plan, args, kwargs), was, strict=True):
+            unseen = is_uncounted_of_wrappers(plan, argument) and is_wrapper(t)
+            if unseen and old is not None and version(t) == old:
+                torch.autograd.graph.increment_version(t)
 
 
 def _is_counted(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> bool:
@@ -246,10 +276,10 @@ _getframe = sys._getframe
 
 
 def _all_plain(values: list[Any]) -> bool:
-    for value in values:  # noqa: SIM110, since `all` of a generator takes three times as long
+    for value in values:
         if type(value) is not Tensor:
             return False
-    return True
+    return not (values and values[0].is_inference())
 
 
 def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
@@ -259,6 +289,8 @@ def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
     if isinstance(out, torch.Tensor):
         if _is_any(out, (args, kwargs)):
             return _alias(out) if plan.views else out
+        if not plan.views and _is_part(out, args):
+            return out
         return _alias(out) if out._is_view() or (plan.views and out.requires_grad) else out
     if isinstance(out, (list, tuple)):
         return type(out)(_accepted(t, plan, args, kwargs) for t in out)
@@ -267,6 +299,8 @@ def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
 
 def _alias(t: torch.Tensor) -> torch.Tensor:
     """An alias of t with its counter and without metadata."""
+    if t.is_inference():  # has neither, and `detach` would give it a counter
+        return t
     if type(t) is torch.Tensor or not _torch.has_python_key(t):
         if not mode_stack_len():
             return _detach(t)
@@ -281,3 +315,19 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
 
 def _is_any(t: torch.Tensor, values: Any) -> bool:
     return any(t is leaf for leaf in _torch.tree_leaves(values))
+
+
+def _is_part(t: torch.Tensor, args: Any) -> bool:
+    """Whether an op gave a part of a wrapper, as `_nested_get_lengths` does.
+
+    It must stay that very object: nested sizes are equal if they are of the same lengths. Autograd
+    leaves alone what is not differentiable.
+    """
+    if t.is_floating_point() or t.is_complex():
+        return False
+    return any(
+        t is part
+        for arg in args
+        if isinstance(arg, Tensor) and is_wrapper(arg)
+        for part in vars(arg).values()
+    )

@@ -105,6 +105,17 @@ def is_wrapper(t: torch.Tensor) -> bool:
     return type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def is_uncounted_of_wrappers(plan: Plan, argument: Argument) -> bool:
+    """Whether a write of the op to a wrapper, passed for `argument`, moves the inner counter only.
+
+    Of an op without an ADInplaceOrView kernel, only the inner ops move counters. Those of a fused
+    optimizer step move none, of a plain tensor either.
+    """
+    if plan.qualified.startswith("aten::_fused_"):
+        return False
+    return argument.is_list or not plan.is_aten
+
+
 def only_plain(types: Any) -> bool:
     """Whether no subclass takes part: 2.6 names torch.Tensor where C++ asks for a detach."""
     return all(cls is torch.Tensor for cls in types)

@@ -46,6 +46,7 @@ from .collectives import is_counted_by_backend
 from .info import version
 from .operands import (
     is_complex,
+    is_uncounted_of_wrappers,
     is_wrapper,
     join_views,
     joinable,
@@ -182,7 +183,7 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
         out = uncounted(out, (*args, *kwargs.values()))
     for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
-        unseen = (argument.is_list or not plan.is_aten) and is_wrapper(t) and not counted
+        unseen = is_uncounted_of_wrappers(plan, argument) and is_wrapper(t) and not counted
         if unseen and was is not None and version(t) == was:
             torch.autograd.graph.increment_version(t)
     if mode.level or watching:
