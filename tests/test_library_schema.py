@@ -272,3 +272,39 @@ def test_a_bad_kernel_for_a_device_is_refused():
 def test_a_schema_that_is_no_text(kind, schema):
     with pytest.raises(TypeError, match=rf"library\.{kind} takes the schema first.*`@{kind}\("):
         getattr(library, kind)(schema)
+
+
+@pytest.mark.parametrize(
+    ("returns", "value"),
+    [
+        ("Tensor?[]", [None, 2]),
+        ("int[]", [1, 2]),
+        ("SymInt[]", [3]),
+        ("float[]", [0.5]),
+        ("bool[]", [True]),
+        ("str[]", ["a"]),
+        ("Scalar", 2),
+        ("int[]?", None),
+        ("Dict(str, int)", {"a": 1}),
+        ("(int, int[])", (1, [2])),
+    ],
+)
+def test_outputs_that_are_no_tensors(returns, value):
+    def body(x):
+        return [None, x * 2] if returns == "Tensor?[]" else value
+
+    op = library.op(fresh(f"(Tensor x) -> {returns}"), body)
+    out = op(torch.ones(1))
+    if returns == "Tensor?[]":
+        out = [None if t is None else t.item() for t in out]
+    assert out == value
+    qualified = f"{op.op.name()}__opaque"
+    companion = getattr(torch.ops.vtlib, qualified.partition("::")[2]).default
+    expected = [str(r.real_type) for r in op.op._schema.returns]
+    assert [str(r.real_type) for r in companion._schema.returns] == expected
+
+
+def test_a_schema_that_cannot_be_read_again_is_refused_before_anything_is_defined():
+    with pytest.raises(ViewTrackError, match=r"`vtbad::future` has a type"):
+        library.op("vtbad::future(Tensor x) -> Future(Tensor)", lambda x: None)
+    assert not hasattr(torch.ops.vtbad, "future")

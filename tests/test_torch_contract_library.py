@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from viewtrack import _torch
+from viewtrack._torch import fakes as _fakes
 from viewtrack._torch import library as _torch_library
 
 _lib = torch.library.Library("vtcontract", "FRAGMENT")
@@ -293,3 +294,28 @@ def test_a_tensor_that_is_referred_to_elsewhere_stays():
     assert part._base is alias
     assert view._base is base
     assert not _torch_library.take_place(torch.nn.Parameter(torch.ones(2)), view)
+
+
+def test_a_fake_mode_takes_real_tensors_where_it_is_allowed_to():
+    mode, (fake,) = _torch_library.fake_like([torch.ones(2)])
+    assert _fakes.fake_mode_of([torch.ones(1), fake]) is mode
+    with _fakes.real_allowed(mode):
+        assert _torch_library.is_fake(fake * torch.ones(2))
+    with pytest.raises(AssertionError, match="FakeTensor"):
+        fake * torch.ones(2)
+    with _fakes.real_allowed(None):
+        assert _fakes.fake_mode_of([torch.ones(1)]) is None
+
+
+def test_a_new_tensor_is_lifted():
+    class Looking(_torch.QuietMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((_fakes.is_lift(func), [_torch_library.is_fake(t) for t in args]))
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    mode, _ = _torch_library.fake_like([])
+    with mode, Looking():
+        torch.tensor(3.0)
+    assert seen[0] == (True, [False])
+    assert all(is_lift or fakes == [True] for is_lift, fakes in seen)

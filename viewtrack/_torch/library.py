@@ -16,6 +16,7 @@ import torch
 
 from .. import _torch
 from . import DispatchKey, OpOverload
+from .fakes import is_fake as is_fake
 
 _C = torch._C
 aten = torch.ops.aten
@@ -293,11 +294,6 @@ def single_level_functions() -> Iterator[None]:
         yield
     finally:
         functorch.set_single_level_autograd_function_allowed(before)
-
-
-def is_fake(t: torch.Tensor) -> bool:
-    """Whether t is a FakeTensor."""
-    return isinstance(t, torch._subclasses.FakeTensor)
 
 
 def fake_like(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:

@@ -193,7 +193,7 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
     spec = call.spec
     if leaf.t.requires_grad or not _is_floating(leaf.t):
         return
-    opaque = spec.opaque or call.is_raw
+    opaque = spec.opaque or call.is_raw or _is_unseen(call)
     if not call.ran_inside and not spec.plan.writes and not opaque:
         # A handler answered without running the op on these tensors. What it answered has the
         # gradient that the op has.
@@ -202,10 +202,18 @@ def _settle_fresh(call: Call, leaf: Leaf) -> None:
         if out.requires_grad:
             _torch_library.set_history(leaf.t, out)
             return
-    if not opaque and inspected(spec, call.tensors, call.args, call.kwargs).untraceable is None:
+    if not opaque:
         return  # autograd saw all of the body, and the output does not depend on what requires grad
     ghost = _underivable(call, str(leaf), leaf.t)
     _torch_library.set_history(leaf.t, ghost)
+
+
+def _is_unseen(call: Call) -> bool:
+    """Whether autograd cannot look into the body, in this call."""
+    traits = inspected(call.spec, call.tensors, call.args, call.kwargs)
+    if traits.captures and any(map(_torch_library.is_functional, call.tensors)):
+        return True
+    return traits.untraceable is not None
 
 
 def _settle_writes(call: Call, histories: list[Any]) -> None:

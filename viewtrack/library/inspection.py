@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import _torch
+from .._torch import fakes as _fakes
 from .._torch import library as _torch_library
 from ..plan import plan_of
 from .relations import base_of_output, is_marked
@@ -31,10 +32,16 @@ class Traits:
     Attributes:
         untraceable: the error of a body that reads memory, which no tensor has while it is traced.
         hides_views: whether autograd finds no views in it where the schema has them.
+        captures: whether it uses a tensor that it was not given, which no trace can have in it.
+        captures_grad: whether autograd records what it does with such a tensor.
+        reads_captured: whether it asks for the numbers in such a tensor, as ``item`` does.
     """
 
     untraceable: Exception | None = None
     hides_views: bool = False
+    captures: bool = False
+    captures_grad: bool = False
+    reads_captured: bool = False
 
 
 _MOST_KNOWN = 256  # calls of one op; the position in a cache, say, may never be the same again
@@ -111,6 +118,7 @@ class _Trial:
         self.error: Exception | None = None
         self.has_written = False
         self.hides_views = False
+        self.captured: dict[str, bool] = {}
         self._tensors = tensors
         self._given = (args, kwargs)
         self._recording = _torch_library.recording_as_here()
@@ -128,9 +136,9 @@ class _Trial:
         """What this run tells of the body."""
         spec = self.spec
         if self.error is None:
-            return Traits(None, self.hides_views)
+            return Traits(None, self.hides_views, **self.captured)
         if not self.is_conclusive:
-            return Traits()
+            return Traits(None, False, **self.captured)
         log.info(
             "the body of %s (%s) cannot be traced, so it is opaque to compilers: %s",
             spec.name,
@@ -146,9 +154,12 @@ class _Trial:
         storages = {fake.untyped_storage()._cdata for fake in fakes}
         try:
             with torch.inference_mode(self._inference), self._recording():
-                with mode, _Writes(storages) as writes:
-                    out = self.spec.run_body(args, kwargs)
-                self.has_written = writes.found
+                with mode, _fakes.real_allowed(mode), _Looking(storages) as seen:
+                    try:
+                        out = self.spec.run_body(args, kwargs)
+                    finally:
+                        self.has_written = seen.writes
+                        self.captured = seen.captured
                 self.hides_views = _hides_views(self.spec, args, kwargs, out)
         except Exception as error:
             self.error = error
@@ -160,19 +171,34 @@ def _hides_views(spec: Spec, args: Any, kwargs: Any, out: Any) -> bool:
     return any(base is not None and not is_marked(t, base) for t, base in pairs)
 
 
-class _Writes(_torch.QuietMode):
-    """Notices any write to some storages."""
+class _Looking(_torch.QuietMode):
+    """Notices any write to some storages, and any use of a tensor that is not fake."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
         self.storages = storages
-        self.found = False
+        self.writes = False
+        self.captured: dict[str, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for argument in plan_of(func).writes:
             for t in argument.tensors(args, kwargs):
-                self.found |= t.untyped_storage()._cdata in self.storages
+                self.writes |= t.untyped_storage()._cdata in self.storages
+        if not _fakes.is_lift(func):  # what `torch.tensor` makes is lifted
+            leaves = _torch.tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+            real = [t for t in tensors if not _torch_library.is_fake(t)]
+            if real:
+                self.captured["captures"] = True
+                if torch.is_grad_enabled() and any(t.requires_grad for t in real):
+                    self.captured["captures_grad"] = True
+            if len(real) == len(tensors) > 0 and torch.Tag.data_dependent_output in getattr(
+                func, "tags", ()
+            ):
+                self.captured["reads_captured"] = True
+                with _torch_library.without_modes():
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .._torch import library as _torch_library
@@ -50,6 +51,8 @@ def check_annotations(parsed: Any, kind: str) -> Plan:
     _check_letters(parsed, plan, where)
     _check_outputs(plan, where)
     _check_kind(plan, kind, where)
+    if not plan.views:
+        _check_readable(parsed, plan, where)
     return plan
 
 
@@ -120,3 +123,44 @@ def _check_kind(plan: Plan, kind: str, where: str) -> None:
             f"{where} {wrong}; an op of this kind is `{example} -> Tensor(a!)`. Annotate it so, or "
             f"use viewtrack.library.{'view_op' if plan.views and not plan.writes else 'op'}"
         )
+
+
+# ------------------------------------------------------------------------------ the companion
+
+
+def companion_schema(parsed: Any, plan: Plan) -> str:
+    """The schema of the op that compilers are given for an opaque body (`traced.py`).
+
+    It has the same arguments, and of the outputs those that are no arguments.
+    """
+    # torch prints `Tensor(a!)?[]` in a way that it does not read.
+    readable = re.sub(r"Tensor\?(\([^()]*\))", r"Tensor\1?", str(parsed))
+    head, _, _ = readable.rpartition(" -> ")
+    namespace, _, rest = head.partition("::")
+    name, _, arguments = rest.partition("(")
+    written = {output.index for output in plan.written}
+    fresh = [r for i, r in enumerate(parsed.returns) if i not in written]
+    returns = ", ".join(_declared(r.real_type) for r in fresh)
+    return f"{namespace}::{name.replace('.', '_')}__opaque({arguments} -> ({returns})"
+
+
+def _declared(kind: Any) -> str:
+    """A type as a schema has it: torch prints `int[]` as `List[int]`."""
+    if kind.kind() == "ListType":
+        return f"{_declared(kind.getElementType())}[]"
+    if kind.kind() == "OptionalType":
+        return f"{_declared(kind.getElementType())}?"
+    if kind.kind() == "DictType":
+        return f"Dict({_declared(kind.getKeyType())}, {_declared(kind.getValueType())})"
+    return {"number": "Scalar"}.get(str(kind), str(kind))
+
+
+def _check_readable(parsed: Any, plan: Plan, where: str) -> None:
+    schema = companion_schema(parsed, plan)
+    try:
+        _torch_library.parse_schema(schema)
+    except RuntimeError:
+        raise ViewTrackError(
+            f"{where} has a type that torch cannot read again as it prints it, in `{schema}`; pass "
+            f"and return tensors, numbers, strings, and lists of them"
+        ) from None

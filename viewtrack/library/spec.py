@@ -148,7 +148,7 @@ class _Returned:
     __slots__ = ("is_list", "is_optional", "is_tensor")
 
     def __init__(self, kind: str) -> None:
-        self.is_tensor = "Tensor" in kind
+        self.is_tensor = "Tensor" in kind and "Dict" not in kind
         self.is_list = "List[" in kind
         self.is_optional = "Optional[" in kind
 

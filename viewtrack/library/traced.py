@@ -11,18 +11,19 @@ arguments: the form that ``auto_functionalized`` takes.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
 from .. import _torch
+from .._torch import fakes as _fakes
 from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from .call import Call, put, under_way
 from .checks import check_aliases
 from .inspection import inspected
 from .relations import is_wrapper, note_inside
+from .schema import companion_schema
 from .spec import Body, Spec
 
 
@@ -47,7 +48,7 @@ def looks_through(
         and changed
         and not spec.only_views
         and spec.formula is None
-        and not is_opaque(spec, tensors, args, kwargs)
+        and not is_raw(spec, tensors, args, kwargs)
     )
 
 
@@ -59,6 +60,8 @@ def run_body(spec: Spec, args: Any, kwargs: Any) -> Any:
     """
     tensors = spec.tensors(args, kwargs)
     traits = inspected(spec, tensors, args, kwargs)
+    if traits.captures and any(_torch_library.is_functional(t) for t in tensors):
+        raise ViewTrackError(f"{_captures(spec)}, and so cannot be traced; {_PASS_IT}")
     if traits.untraceable is not None:
         raise ViewTrackError(
             f"`{spec.name}` ({spec.where}) reads memory, and tensors that are traced or "
@@ -132,8 +135,14 @@ def fake_of(spec: Spec) -> Body:
         tensors = spec.tensors(args, kwargs)
         if spec.fake is not None:
             out = spec.fake(*args, **kwargs)
-        elif is_opaque(spec, tensors, args, kwargs):
+        elif (
+            is_raw(spec, tensors, args, kwargs)
+            or inspected(spec, tensors, args, kwargs).reads_captured
+        ):
             out = _trivial(spec, args, kwargs)
+        elif inspected(spec, tensors, args, kwargs).captures:
+            with _fakes.real_allowed(_fakes.fake_mode_of(tensors)):
+                out = _run_inside(under_way(spec, tensors, args, kwargs), spec, args, kwargs)
         else:
             out = _run_inside(under_way(spec, tensors, args, kwargs), spec, args, kwargs)
         check_aliases(spec, args, kwargs, out)
@@ -155,6 +164,12 @@ def _noted(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def _trivial(spec: Spec, args: Any, kwargs: Any) -> Any:
+    if spec.views:
+        raise ViewTrackError(
+            f"`{spec.name}` ({spec.where}) returns a view, and its body is opaque, so "
+            f"torch.compile cannot take it; make the view of ops that can be traced, in an op of "
+            f"its own (for torch.export and FakeTensorMode `register_fake` is enough)"
+        )
     if not spec.is_trivial:
         raise ViewTrackError(
             f"`{spec.name}` ({spec.where}) needs a fake implementation under torch.compile, "
@@ -169,7 +184,27 @@ def _trivial(spec: Spec, args: Any, kwargs: Any) -> Any:
 
 def is_opaque(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
     """Whether compilers are to be given the companion."""
-    return spec.opaque or inspected(spec, tensors, args, kwargs).untraceable is not None
+    if is_raw(spec, tensors, args, kwargs):
+        return True
+    traits = inspected(spec, tensors, args, kwargs)
+    if traits.captures_grad and any(_torch_library.is_functional(t) for t in tensors):
+        raise ViewTrackError(
+            f"{_captures(spec)} and that requires grad, and a compiler would lose its gradient; "
+            f"{_PASS_IT}"
+        )
+    return traits.captures
+
+
+def is_raw(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+    """Whether the body reads memory, which tensors do not have while they are traced."""
+    return bool(spec.opaque) or inspected(spec, tensors, args, kwargs).untraceable is not None
+
+
+def _captures(spec: Spec) -> str:
+    return f"`{spec.name}` ({spec.where}) uses a tensor that it was not given"
+
+
+_PASS_IT = "make that tensor an argument of the op"
 
 
 def is_opaque_in(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
@@ -182,11 +217,21 @@ def is_opaque_in(spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any
 def run_opaque(spec: Spec, args: Any, kwargs: Any) -> Any:
     """Put the companion into the compiler's graph."""
     if spec.views:
-        raise ViewTrackError(
-            f"`{spec.name}` ({spec.where}) returns a view, and its body is opaque to compilers; "
-            f"make the view of ops that can be traced, in an op of its own"
-        )
+        raise _view_of_opaque(spec, spec.tensors(args, kwargs), args, kwargs)
     return _with_arguments(spec, spec.companion(*args, **kwargs), args, kwargs)
+
+
+def _view_of_opaque(
+    spec: Spec, tensors: list[torch.Tensor], args: Any, kwargs: Any
+) -> ViewTrackError:
+    if not spec.opaque and inspected(spec, tensors, args, kwargs).captures:
+        return ViewTrackError(
+            f"{_captures(spec)} and returns a view, which compilers cannot take; {_PASS_IT}"
+        )
+    return ViewTrackError(
+        f"`{spec.name}` ({spec.where}) returns a view, and its body is opaque to compilers; "
+        f"make the view of ops that can be traced, in an op of its own"
+    )
 
 
 def functionalize(spec: Spec, args: Any, kwargs: Any) -> Any:
@@ -209,25 +254,16 @@ def _with_arguments(spec: Spec, fresh: Any, args: Any, kwargs: Any) -> Any:
     return spec.packed(outputs)
 
 
-_TYPES = {"List[Tensor]": "Tensor[]", "Optional[Tensor]": "Tensor?"}
-
-
 def define_companion(spec: Spec) -> Any:
     """The op of the same effect whose outputs are new tensors only.
 
     It is defined at once, since code that a compiler finds in its cache calls it by name.
     """
-    # torch prints `Tensor(a!)?[]` in a way that it does not read.
-    written = re.sub(r"Tensor\?(\([^()]*\))", r"Tensor\1?", str(spec.schema))
-    head, _, _ = written.rpartition(" -> ")
-    namespace, _, rest = head.partition("::")
-    name, _, arguments = rest.partition("(")
-    name = name.replace(".", "_") + "__opaque"
+    namespace, _, schema = companion_schema(spec.schema, spec.plan).partition("::")
+    name = schema.partition("(")[0]
     fresh = [i for i in range(spec.plan.returns) if i not in spec.written]
-    kinds = [str(spec.schema.returns[i].type) for i in fresh]
-    returns = ", ".join(_TYPES.get(kind, kind) for kind in kinds)
     lib = spec.library()
-    lib.define(f"{name}({arguments} -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
+    lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(getattr(torch.ops, namespace), name).default
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
