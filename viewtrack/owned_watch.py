@@ -123,10 +123,18 @@ class SavedWatch(OwnedWatch):
         self._bits = t.is_conj(), t.is_neg()
         super().__init__(owner, t, op, place, content=content, counter=counter)
 
-    def note(self, write: Write, before: int | None, after: int | None, reached: bool) -> None:
+    def note(
+        self,
+        write: Write,
+        before: int | None,
+        after: int | None,
+        reached: bool,
+        *,
+        is_due: bool = False,
+    ) -> None:
         """Take account of a write, but of none that only does again what it has done."""
         again = unpacking.depth > 0 and is_idempotent(write.op)
-        super().note(write, before, after, reached and not again)
+        super().note(write, before, after, reached and not again, is_due=is_due)
 
     def before_write(self, t: torch.Tensor, is_counted: bool) -> bool:
         """Keep a copy of what was saved, if it is still there."""

@@ -22,14 +22,14 @@ _shared: dict[tuple[int, int], tuple[_Ref, _Ref]] = {}
 
 def share_a_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether moving the counter of one of them moves the other's; False if they have none."""
-    was = version(a)
-    if was is None or was != version(b):
-        return False
     base = a._base if a._is_view() else None
     a = a if base is None else base  # views come and go, and have the counter of their base
     key = id(a), id(b)
     if key in _shared:
         return True
+    was = version(a)
+    if was is None or was != version(b):
+        return False
     torch.autograd.graph.increment_version(a)
     shared = version(b) != was
     _torch.set_version(a, a._version - 1)

@@ -66,6 +66,7 @@ class Watch:
         "_aliases",
         "_content",
         "_digest",
+        "_due",  # what threads have noted and may not have counted yet
         "_key",
         "_last",
         "_last_write",
@@ -103,7 +104,8 @@ class Watch:
             self._last: int | None = t._version
         except RuntimeError:  # an inference tensor
             self._last = None
-        self._last_write: tuple[str, Site] | None = None
+        self._last_write: tuple[str, Site, str] | None = None
+        self._due: dict[int, int] | None = None
         self._reached: list[tuple[Write, int | None]] | None = None
         self._aliases: dict[Any, str] | None = None
         self._more = 0
@@ -161,13 +163,25 @@ class Watch:
             else:
                 watched.pop(self._key, None)
 
-    def note(self, write: Write, before: int | None, after: int | None, reached: bool) -> None:
-        """Take account of a write to the storage, that moved the kept counter so."""
+    def note(
+        self,
+        write: Write,
+        before: int | None,
+        after: int | None,
+        reached: bool,
+        *,
+        is_due: bool = False,
+    ) -> None:
+        """Take account of a write to the storage, that moved the kept counter so, or is due to."""
         if after is not None and before is not None and self._last is not None:
+            thread, key = threading.get_ident(), (write.op, write.site, write.thread)
             # An op that writes several views of one storage is noted once for each.
-            if after != self._last or self._last_write != (write.op, write.site):
+            if after != self._last or self._last_write != key:
                 self._catch_up(before)
-            self._last, self._last_write = after, (write.op, write.site)
+                self._last += after - before
+                if is_due:
+                    self._due = {**(self._due or {}), thread: after - before}
+            self._last_write = key
         if reached:
             self._add(write, None if before == after else after)
 
@@ -240,7 +254,12 @@ class Watch:
         """Account for what happened to the counter since the last noted write."""
         last = self._last
         if last is None or now == last:
+            self._due = None
             return
+        if self._due is not None:
+            self._due.pop(threading.get_ident(), None)  # it has come back from that op since
+            if last - sum(self._due.values()) <= now < last:
+                return
         if now < last:
             self._reached = [item for item in self._reached or () if (item[1] or 0) <= now]
         else:
@@ -331,7 +350,7 @@ def note_write(
             now = version(watch.tensor)
             if now is not None and moved and share_a_counter(t, watch.tensor):
                 end = now + moved if counted else now
-                watch.note(write, end - moved, end, reached)
+                watch.note(write, end - moved, end, reached, is_due=counted)
             else:
                 watch.note(write, now, now, reached)
 
