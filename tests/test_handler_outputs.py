@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from handlers import NoOp, moves
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from wrappers import make_wrapper
 
@@ -201,3 +202,38 @@ def test_a_fused_step_counts_nothing_as_on_plain_tensors():
         with context():
             assert moves([w, w.e], lambda: step(w, g)) == [0, 0]
     assert w.e.tolist() == [0, 0, 0]
+
+
+# ------------------------------------------------------------------------------ traced graphs
+
+
+def _write_to_a_view(x):
+    y = x.sin()
+    y.view(-1)[1:].mul_(2)
+    return y.t()
+
+
+@place
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x.view(-1) + 1,
+        lambda x: x.unbind()[0] + x.split(1)[1],
+        _write_to_a_view,
+        lambda x: torch.func.functionalize(_write_to_a_view)(x),
+        lambda x: torch.autograd.grad((x.t() * x.t()).sum(), x)[0],
+    ],
+)
+def test_a_traced_graph_has_the_views(program, mode, place):
+    def trace():
+        return make_fx(program, tracing_mode=mode)(torch.ones(2, 3, requires_grad=True))
+
+    want = [str(node.target) for node in trace().graph.nodes]
+    with PLACES[place]():
+        traced = trace()
+    got = [str(node.target) for node in traced.graph.nodes]
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    torch.testing.assert_close(traced(x), program(x))
+    assert not any("constant" in target for target in got)
+    assert got == want

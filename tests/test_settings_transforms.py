@@ -136,3 +136,17 @@ def test_jvp_of_a_function_that_writes_its_input():
         return jvp(lambda t: _Double.apply(t.clone()), (torch.ones(2),), (torch.ones(2),))
 
     same(attempt(vt.track()(program)), attempt(program))
+
+
+@each_way()
+def test_nested_levels_are_refused_as_on_stock(way):
+    def program():
+        with fwad.dual_level():
+            x = fwad.make_dual(torch.ones(2), torch.ones(2))
+            refused = attempt(lambda: fwad.dual_level().__enter__())
+            x.mul_(3)  # the outer level goes on
+            return refused, list(fwad.unpack_dual(x.view(2, 1)))
+
+    (refused, (primal, tangent)) = check(way, program)
+    assert "Nested forward mode AD is not supported" in str(refused)
+    assert primal.tolist() == tangent.tolist() == [[3.0], [3.0]]

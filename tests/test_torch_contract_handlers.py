@@ -105,3 +105,19 @@ def test_the_native_kernel_takes_an_answer_in_place_of_a_list_of_views():
     _torch.answering(split, pieces, split, base, 2)
     assert all(piece._base is base for piece in pieces), HERE
     assert pieces[1].grad_fn.name() == "SplitBackward0", HERE
+
+
+def test_tracing_is_told():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from viewtrack._torch.dynamo import is_tracing
+
+    found = []
+
+    def f(x):
+        found.append(is_tracing())
+        return x + 1
+
+    make_fx(f)(torch.ones(2))
+    assert found == [True], HERE
+    assert not is_tracing(), HERE

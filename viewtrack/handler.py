@@ -33,7 +33,7 @@ from ._torch import (
     set_excluded,
     set_versions,
 )
-from ._torch.dynamo import skip_dynamo
+from ._torch.dynamo import is_tracing, skip_dynamo
 from ._torch.guard import no_torch_dispatch
 from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
 from .info import version
@@ -301,14 +301,16 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
     """An alias of t with its counter and without metadata."""
     if t.is_inference():  # has neither, and `detach` would give it a counter
         return t
-    if type(t) is torch.Tensor or not _torch.has_python_key(t):
-        if not mode_stack_len():
-            return _detach(t)
+    plain = type(t) is Tensor or not _torch.has_python_key(t)
+    if plain and not mode_stack_len():
+        return _detach(t)
+    base = t._base
+    if plain and (base is None or not is_tracing()):
         with no_torch_dispatch():  # the modes below did not ask for this op
             return _detach(t)
-    base = t._base
     if base is not None:
-        # Its own handler would be asked for a detach, and be asked for one of what it returns.
+        # A wrapper's handler would be asked for a detach, and be asked for one of what it returns;
+        # to a mode that traces an alias would be a tensor from nowhere.
         _torch.as_view_version_only(t, base)
     return t
 

@@ -14,7 +14,8 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_eval_frame: Any = torch._C._dynamo.eval_frame
+_C: Any = torch._C
+_eval_frame: Any = _C._dynamo.eval_frame
 
 
 def skip_dynamo(function: F) -> F:
@@ -56,3 +57,14 @@ def _switching_dynamo_off(function: F) -> F:
             _eval_frame.set_eval_frame(before)
 
     return switched  # type: ignore[return-value]
+
+
+def is_tracing() -> bool:
+    """Whether `make_fx` is recording in this thread, in whatever mode.
+
+    Relies on the slot that the proxy mode has on the stack of modes.
+    """
+    return _C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = _C._TorchDispatchModeKey.PROXY
