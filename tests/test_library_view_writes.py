@@ -184,3 +184,45 @@ def test_a_raw_write_raises_for_the_view_that_an_opaque_op_returns():
     head = clear_head(base)
     with pytest.raises(ViewTrackError, match="register_autograd"):
         head.sum().backward()
+
+
+RAW = {
+    "another output": ("Tensor(a!)", lambda x: (memset(x), x.clone())[1]),
+    "an output too many": ("()", lambda x: (memset(x), 5)[1]),
+    "an undeclared alias": ("(Tensor(a!), Tensor)", lambda x: (memset(x), (x, x[:1]))[1]),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("returns", "body"), RAW.values(), ids=RAW)
+def test_a_raw_write_counts_though_what_came_with_it_is_refused(
+    context, requires_grad, returns, body
+):
+    op = library.op(fresh(f"(Tensor(a!) x) -> {returns}"), body)
+    saved = torch.ones(2, requires_grad=True).exp()
+    with context(), pytest.raises(ViewTrackError, match=op.op.name()):
+        op(saved if requires_grad else saved.detach())
+    assert saved.tolist() == [0, 0]
+    assert saved._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_a_refused_write_of_torch_ops_counts_once():
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), lambda x: x.mul_(2).clone())
+    x = torch.ones(2)
+    with pytest.raises(ViewTrackError, match="return x"):
+        op(x)
+    assert x._version == 1
+
+
+def test_a_body_that_raises_before_it_writes_counts_nothing():
+    def body(x):
+        raise ValueError("planned")
+
+    op = library.inplace_op(fresh("(Tensor(a!) x) -> Tensor(a!)"), body)
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="planned"):
+        op(x)
+    assert x._version == 0

@@ -7,7 +7,16 @@ from typing import Any
 
 
 class ViewTrackError(RuntimeError):
-    """Anything viewtrack refuses. A ``RuntimeError``, as torch's own refusals are."""
+    """Anything viewtrack refuses. A ``RuntimeError``, as torch's own refusals are.
+
+    Attributes:
+        argument: the argument of an op of ``viewtrack.library`` that its schema and its body
+            disagree about, or None.
+        output: the output, counted from 0, or None.
+    """
+
+    argument: str | None = None
+    output: int | None = None
 
 
 class AutogradMetadataError(ViewTrackError):

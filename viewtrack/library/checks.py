@@ -16,6 +16,8 @@ from .relations import is_wrapper
 from .signature import check_signature
 from .spec import Body, Leaf, Spec
 
+_increment_version = torch.autograd.graph.increment_version
+
 Inputs = list[tuple[str, torch.Tensor]]
 
 
@@ -34,7 +36,14 @@ def checked_body(spec: Spec, fn: Body, what: str = "body") -> Body:
 
     def body(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = spec.completed(args, kwargs)
-        return _laid_out(spec, fn(*args, **kwargs), args, kwargs)
+        written = [t for _, t in spec.writes(args, kwargs)]
+        before = [version(t) for t in written]
+        out = fn(*args, **kwargs)
+        try:
+            return _laid_out(spec, out, args, kwargs)
+        except ViewTrackError:
+            count(written, before)  # what is refused has been written all the same
+            raise
 
     skip_dynamo(body)
     return body
@@ -78,6 +87,8 @@ def _check_returned_argument(spec: Spec, index: int, value: Any, args: Any, kwar
             f"returned {_kind(value)} as output {index}, which its schema calls the "
             f"argument `{argument.name}` itself",
             f"end it with `return {argument.name}`",
+            argument=argument.name,
+            output=index,
         )
 
 
@@ -95,6 +106,7 @@ def _output(spec: Spec, index: int, value: Any, args: Any, kwargs: Any) -> Any:
             spec,
             f"returned {_kind(value)} as output {index}, which its schema calls {kind}",
             f"return {kind}",
+            output=index,
         )
     if index not in spec.views:
         return list(value) if declared.is_list else value
@@ -138,6 +150,7 @@ def check_aliases(spec: Spec, args: Any, kwargs: Any, out: Any) -> None:
                     f"does not say",
                     f"return `.clone()` of {leaf}, or an op that returns the first alone "
                     f"and view it outside",
+                    output=leaf.index,
                 )
 
 
@@ -170,6 +183,8 @@ def _check_view(spec: Spec, leaf: Leaf, args: Any, kwargs: Any) -> None:
         f"returned a tensor of its own as {leaf}, which its schema calls a view of {names}",
         f"return a view of {names} for every shape (a copy such as `clone()`, `reshape` or "
         f"`contiguous()` of some strides is none), or drop the alias annotation",
+        argument=arguments[0].name,
+        output=leaf.index,
     )
 
 
@@ -181,6 +196,8 @@ def _check_fresh(spec: Spec, leaf: Leaf, inputs: Inputs) -> None:
                 f"returned {leaf} in the memory of its argument `{name}`, which its schema does "
                 f"not say",
                 f"declare it: `Tensor(a) {name} -> Tensor(a)`, or return `.clone()`",
+                argument=name,
+                output=leaf.index,
             )
 
 
@@ -234,6 +251,13 @@ def overlaps_itself(t: torch.Tensor) -> bool:
     return any(n > 1 and stride == 0 for n, stride in zip(t.size(), t.stride(), strict=True))
 
 
+def count(written: list[torch.Tensor], before: list[int | None]) -> None:
+    """Move each counter that has not moved."""
+    for t, was in zip(written, before, strict=True):
+        if was is not None and version(t) == was:
+            _increment_version(t)
+
+
 def check_undeclared_writes(
     spec: Spec, args: Any, kwargs: Any, before: list[int | None], tensors: list[torch.Tensor]
 ) -> None:
@@ -255,15 +279,22 @@ def check_undeclared_writes(
                     spec,
                     f"wrote its argument `{a.name}`, which its schema does not say",
                     f"declare `Tensor(a!) {a.name}`, or write a clone",
+                    argument=a.name,
                 )
 
 
-def _bad_return(spec: Spec, what: str, mend: str) -> ViewTrackError:
-    return ViewTrackError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+def _bad_return(spec: Spec, what: str, mend: str, *, output: int | None = None) -> ViewTrackError:
+    error = ViewTrackError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+    error.output = output
+    return error
 
 
-def _bad_alias(spec: Spec, what: str, mend: str) -> AliasingError:
-    return AliasingError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+def _bad_alias(
+    spec: Spec, what: str, mend: str, *, argument: str | None = None, output: int | None = None
+) -> AliasingError:
+    error = AliasingError(f"`{spec.name}` ({spec.where}) {what}; {mend}")
+    error.argument, error.output = argument, output
+    return error
 
 
 def _kind(value: Any) -> str:

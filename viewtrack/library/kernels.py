@@ -35,6 +35,7 @@ from .checks import (
     check_aliases,
     check_overlap,
     check_undeclared_writes,
+    count,
     explain_refusal,
     overlaps_itself,
     share_storage,
@@ -44,8 +45,6 @@ from .history import check_writable, recorded_at, settle, wants_gradient
 from .inspection import is_raw, note_raw
 from .relations import note_inside
 from .spec import Spec
-
-_increment_version = torch.autograd.graph.increment_version
 
 
 class Kernels:
@@ -116,8 +115,12 @@ class Kernels:
         except RuntimeError as error:
             explain_refusal(spec, error, args, kwargs)
             raise
-        check_aliases(spec, args, kwargs, out)
-        check_undeclared_writes(spec, args, kwargs, before, tensors)
+        try:
+            check_aliases(spec, args, kwargs, out)
+            check_undeclared_writes(spec, args, kwargs, before, tensors)
+        except ViewTrackError:
+            count(written, versions)  # what is refused has been written all the same
+            raise
         if call is not None:
             call.note(versions)
             return call.handed_up(out) if call.ran_inside else out
@@ -174,13 +177,6 @@ def _counted(call: Call, keyset: Any, written: list[torch.Tensor]) -> Any:
             out = spec.op.redispatch(keyset & _torch_library.after_inplace_or_view, *args, **kwargs)
     count(written, before)
     return out
-
-
-def count(written: list[torch.Tensor], before: list[int | None]) -> None:
-    """Move each counter that has not moved."""
-    for t, was in zip(written, before, strict=True):
-        if was is not None and version(t) == was:
-            _increment_version(t)
 
 
 def count_below(

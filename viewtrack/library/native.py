@@ -14,7 +14,8 @@ from .._torch import library as _torch_library
 from ..errors import ViewTrackError
 from ..info import version
 from .call import Call, under_way
-from .kernels import Kernels, count, count_below
+from .checks import count
+from .kernels import Kernels, count_below
 
 # These do not change what autograd may have saved.
 _NO_WRITES = ("detach_", "record_stream", "shallow_copy_data_")

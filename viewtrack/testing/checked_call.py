@@ -133,8 +133,9 @@ class CheckedCall:
             return
         yield from self._written(counted=False)
         line = _line_of(error)
+        place = error if isinstance(error, ViewTrackError) else ViewTrackError()
         yield self.finding(
-            "wrong output" if is_misfit(error) else "error", None, None,
+            "wrong output" if is_misfit(error) else "error", place.argument, place.output,
             f"raised {type(error).__name__}{self.how}{line}: {text}",
         )  # fmt: skip
 
