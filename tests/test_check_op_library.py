@@ -47,3 +47,11 @@ def test_an_error_of_the_body_has_neither():
 
     (found,) = check_op(library.op(fresh("(Tensor x) -> Tensor"), body), (torch.ones(2),))
     assert (found.kind, found.argument, found.output) == ("error", None, None)
+
+
+def test_an_op_that_is_not_there_is_told_from_those_of_users():
+    op = library.op("vtnear::first(Tensor x) -> Tensor", lambda x: x * 1)
+    with pytest.raises(ViewTrackError, match="`vtnear::first`") as caught:
+        check_op("vtnear::firs", (torch.ones(2),))
+    assert "opaque" not in str(caught.value)
+    assert op.op.name() == "vtnear::first"

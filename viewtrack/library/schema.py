@@ -71,6 +71,10 @@ def _check_letters(parsed: Any, plan: Plan, where: str) -> None:
                     f"the alias set ({letter}); give each argument a letter of its own"
                 )
             seen[letter] = argument.name
+    names = [argument.name for argument in parsed.arguments]
+    for name in names:
+        if names.count(name) > 1:
+            raise ViewTrackError(f"{where} has two arguments `{name}`; rename one")
     for argument in parsed.arguments:
         if argument.alias_info is not None and "Tensor" not in str(argument.type):
             raise ViewTrackError(
@@ -93,6 +97,13 @@ def _check_outputs(plan: Plan, where: str) -> None:
             )
     for output in plan.written:
         for argument in output.arguments:
+            if argument.is_list != output.is_list:
+                kinds = ("a list", "one tensor") if output.is_list else ("one tensor", "a list")
+                raise ViewTrackError(
+                    f"{where}: output {output.index} is {kinds[0]}, and the argument "
+                    f"`{argument.name}` that it is marked as is {kinds[1]}; give both the same "
+                    f"type, or return nothing (`-> ()`)"
+                )
             if not argument.is_write:
                 raise ViewTrackError(
                     f"{where}: output {output.index} is marked as written (!) and its argument "

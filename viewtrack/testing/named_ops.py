@@ -43,7 +43,7 @@ def ops_named(pattern: str) -> list[Any]:
     Raises:
         ViewTrackError: there are none.
     """
-    names = [name for name in _torch_library.op_names() if not name.endswith("__opaque")]
+    names = _names()
     exact = [name for name in names if pattern in (name, name.partition(".")[0])]
     if not exact and not any(c in pattern for c in "*?["):
         return [overload_of(pattern)]
@@ -57,13 +57,18 @@ def ops_named(pattern: str) -> list[Any]:
     return [_torch_library.lookup(name) for name in sorted(found)]
 
 
+def _names() -> list[str]:
+    """The names of all ops, without those that stand for opaque ops in a compiler's graph."""
+    return [name for name in _torch_library.op_names() if not name.endswith("__opaque")]
+
+
 def _short(name: str) -> str:
     return name.partition(".")[0]
 
 
 def _unknown(wanted: str) -> str:
     """Why there is no such op, as far as can be told."""
-    names = _torch_library.op_names()
+    names = _names()
     if "::" not in wanted:
         like = sorted({_short(n) for n in names if _short(n).partition("::")[2] == wanted})
         meant = f", such as {_listed(like)}" if like else ""
