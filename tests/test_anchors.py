@@ -145,8 +145,9 @@ def test_walks_stop_there(context, planted):
     def __torch_dispatch__():
         write()
 
+    like_a_handler = __torch_dispatch__  # called by its own name it would be known for what it is
     with context():
-        __torch_dispatch__()
+        like_a_handler()
     assert x._version == (1 if planted else 2)
     if context is vt.track:
         assert [write.site.in_handler for write in ledger.writes(x)] == [not planted]

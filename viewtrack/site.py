@@ -21,6 +21,7 @@ import torch
 
 from . import _torch
 from .anchors import anchors, handler_names
+from .by_hand import caller_by_hand
 from .counted_above import is_counted
 from .plan import Plan, plan_of
 
@@ -124,7 +125,7 @@ def locate(
         if frame in anchors:
             return counted, False, user or user_frame(frame)
         code = frame.f_code
-        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+        if code.co_name in handler_names and _is_handler(frame, code):
             settled = settled or _is_tracked(frame)
             above = _passes_on(frame, code, plan, args, kwargs)
             if above is None:
@@ -152,6 +153,17 @@ _own_handlers = {
         os.path.join("checkpoint", "foreign.py"),
     )
 }
+
+
+def _is_handler(frame: FrameType, code: CodeType) -> bool:
+    """Whether a frame of a handler's name is one that C++ called, and not one of ours."""
+    if code.co_filename in _own_handlers:
+        return False
+    caller = caller_by_hand(frame)
+    if caller is None or not is_user_file(caller.f_code.co_filename):
+        return True
+    # A handler under another name may well call one by name, with what it was given.
+    return caller.f_code.co_name not in handler_names and _given(caller, caller.f_code) is not None
 
 
 def _is_tracked(frame: FrameType) -> bool:
@@ -189,7 +201,7 @@ def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> F
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+        if code.co_name in handler_names and _is_handler(frame, code):
             passes = _passes_on(frame, code, plan, args, kwargs)
             return None if passes is None else frame
         frame = frame.f_back
@@ -283,7 +295,7 @@ def issued_in_handler(
         if frame in anchors:
             return False, user or user_frame(frame)
         code = frame.f_code
-        if code.co_name in handler_names and code.co_filename not in _own_handlers:
+        if code.co_name in handler_names and _is_handler(frame, code):
             given = _given(frame, code)
             if given is None or plan_of(given[0]) is not plan or not _same_first(args, given[1]):
                 return True, user or _beyond(frame, code)
