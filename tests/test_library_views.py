@@ -339,3 +339,20 @@ def test_the_real_view_of_a_complex_tensor(context):
             view[:, 0].mul_(3)
             base.real.sum().backward()
         assert leaf.grad.tolist() == [3]
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_one_of_several_views_of_a_view_made_under_no_grad(hides):
+    """It has the creation_meta of one of several, and does not inherit that of its base."""
+
+    def body(x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not hides):
+            return list(x.split(1))
+
+    op = library.view_op(fresh("(Tensor(a -> *) x) -> Tensor(a)[]"), body)
+    found = []
+    for split in (lambda x: x.split(1), op):
+        with torch.no_grad():
+            base = torch.ones(4, 2).t()
+        found.append(vt.view_info(split(base)[0]).creation_meta)
+    assert found[0] is found[1] is vt.CreationMeta.MULTI_OUTPUT_NODE

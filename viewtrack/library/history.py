@@ -100,7 +100,7 @@ def marked_leaf(
         return t
     if reinterprets(t, base) and spec.formula is None:
         return t if call.ran_inside else share_version(t, base)
-    if is_marked(t, base):
+    if is_marked(leaf, base):
         return t
     if _torch.is_functorch_wrapped(t):
         return t  # at this level of the transform nothing is recorded

@@ -167,8 +167,8 @@ class _Trial:
 
 def _hides_views(spec: Spec, args: Any, kwargs: Any, out: Any) -> bool:
     leaves = [leaf for leaf in spec.leaves(out) if leaf.index in spec.views]
-    pairs = [(leaf.t, base_of_output(spec, leaf, args, kwargs)) for leaf in leaves]
-    return any(base is not None and not is_marked(t, base) for t, base in pairs)
+    pairs = [(leaf, base_of_output(spec, leaf, args, kwargs)) for leaf in leaves]
+    return any(base is not None and not is_marked(leaf, base) for leaf, base in pairs)
 
 
 class _Looking(_torch.QuietMode):

@@ -39,24 +39,25 @@ def note_inside(call: Call, out: Any) -> None:
     for leaf in call.spec.leaves(out) if call.spec.views else ():
         if leaf.index in call.spec.views:
             base = base_of(call, leaf)
-            if base is not None and not is_marked(leaf.t, base):
+            if base is not None and not is_marked(leaf, base):
                 call.hidden = (*call.hidden, leaf.place)
 
 
-def is_marked(t: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether t is a differentiable view of base, or of what base is a view of.
+def is_marked(leaf: Leaf, base: torch.Tensor) -> bool:
+    """Whether an output t is a differentiable view of base, or of what base is a view of.
 
     One that reads the bytes as another dtype never is, natively too. One that a body made in a
     state of its own (`no_grad`) is a view of base, but no gradient would flow through it.
     """
+    t = leaf.t
     if reinterprets(t, base):
         return True
     if not t._is_view() or not (t._base is base or (base._is_view() and t._base is base._base)):
         return False
-    return not _is_cut_off(t, base)
+    return not _is_cut_off(t, base, in_list=leaf.place.position is not None)
 
 
-def _is_cut_off(t: torch.Tensor, base: torch.Tensor) -> bool:
+def _is_cut_off(t: torch.Tensor, base: torch.Tensor, in_list: bool) -> bool:
     """Whether a view was made where autograd records less than here."""
     meta = _torch.creation_meta(t)
     if meta is CreationMeta.NO_GRAD_MODE or meta is CreationMeta.INFERENCE_MODE:
@@ -65,7 +66,8 @@ def _is_cut_off(t: torch.Tensor, base: torch.Tensor) -> bool:
             if meta is CreationMeta.INFERENCE_MODE
             else not torch.is_grad_enabled()
         )
-        if not is_here and meta is not _torch.creation_meta(base):
+        # One view inherits what its base has, and one of several does not.
+        if not is_here and (in_list or meta is not _torch.creation_meta(base)):
             return True
     elif meta is not CreationMeta.DEFAULT:
         return False
