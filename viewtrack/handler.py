@@ -56,9 +56,9 @@ def tracked(target: T) -> T:
     acceptable to the native kernel above it, and a write that it passes on is counted once.
 
     A view that the handler returns is exchanged for an alias of it, so what the handler keeps and
-    what the caller gets are two objects then. A class that derives from a decorated one and overrides
-    its handler is decorated anew, if that is to be tracked. The counter of a new tensor need not begin at 0: many
-    ops write their results in place, which autograd hides from itself and not from a handler.
+    what the caller gets are two objects then. The counter of a new tensor need not begin at 0: many
+    ops write their results in place, which autograd hides from itself and not from a handler. A
+    class that derives from a decorated one and has a handler of its own is to be decorated too.
 
     Args:
         target: a ``TorchDispatchMode`` class, a tensor subclass with a ``__torch_dispatch__`` (both
