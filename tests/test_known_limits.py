@@ -53,6 +53,51 @@ def test_a_write_by_numpy_is_recorded():
     assert vt.storage_version(x) == 1
 
 
+class WritesInSin(TorchDispatchMode):
+    def __init__(self, t):
+        super().__init__()
+        self.t = t
+
+    def handler(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.sin.default:
+            self.t.add_(1)
+        return func(*args, **(kwargs or {}))
+
+    __torch_dispatch__ = handler
+
+
+@limit
+def test_a_handler_of_another_name_is_tracked():
+    t = torch.zeros(2)
+    with vt.track(), WritesInSin(t):
+        torch.ones(1).sin()
+    assert t._version == 1
+
+
+class AddsTwice(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            args[0].add_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+class AddsThroughAnAlias(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            func(args[0].detach(), *args[1:])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@limit
+@pytest.mark.parametrize(("mode", "writes"), [(AddsTwice, 2), (AddsThroughAnAlias, 1)])
+def test_a_write_that_is_passed_on_beside_another_or_through_an_alias_counts(mode, writes):
+    t = torch.zeros(2)
+    with vt.track(), mode():
+        t.add_(1)
+    assert t._version == writes
+
+
 @limit
 def test_a_collective_moves_a_counter_where_nothing_tracks(tmp_path):
     x = torch.zeros(2)
