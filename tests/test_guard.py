@@ -199,6 +199,21 @@ def test_a_wrapper_is_watched_through_to_its_parts():
     assert caught.value.writes[0].op == "aten.add_.Tensor"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_jagged_nested_tensor_is_written_while_something_is_guarded():
+    """To look for watches the tracker asks the tensor for its layout, which is an op as well."""
+    parts = [torch.zeros(2), torch.zeros(3)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with MutationGuard() as guard:
+        guard.save(torch.ones(4))
+        nested.add_(1)
+        nested.values().mul_(2)
+        nested.zero_()
+        nested.add_(1)
+    assert nested.values().tolist() == [1.0] * 5
+    assert nested._version == 4
+
+
 # protect
 
 

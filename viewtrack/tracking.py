@@ -89,8 +89,9 @@ class TrackingMode(_torch.QuietMode):
         torch then asks the subclass, with the mode still there. Only at the bottom of the stack,
         since modes below would not be asked.
         """
-        passing, self._passing = self._passing, None
-        if passing is not None and passing[0] is func and passing[1] == first_tensor(args):
+        outer = self._passing
+        if outer is not None and outer[0] is func and outer[1] == first_tensor(args):
+            self._passing = None
             return NotImplemented
         # The ops that a composite op is made of come back here, one by one.
         op = func._op if plan.is_composite else with_a_frame(func)
@@ -103,7 +104,8 @@ class TrackingMode(_torch.QuietMode):
                 return self._run_subclass(step, plan, op, args, kwargs)
         finally:
             _torch.pop_mode()
-            self._passing = None
+            # A step asks for sizes and layout before it runs the op, and these are ops as well.
+            self._passing = outer
 
     def _run_subclass(self, step: Step | None, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         if plan.qualified == "aten::new_empty_strided" and args[0].layout is torch.jagged:
