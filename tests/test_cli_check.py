@@ -194,7 +194,7 @@ def test_a_file_whose_name_a_module_has_already(tmp_path, capsys):
         (["vtcli::absent"], "there is no op `vtcli::absent`; in `vtcli` there is"),
         (["vtcli::hed"], "`vtcli::head`"),
         (["vtnone::*"], "nor any other in `vtnone`"),
-        (["head"], "`vtcli::head`"),
+        (["idle"], "`vtcli::idle`"),
         (["vtcli::head", "--import", "vt_no_such_module"], "cannot load `vt_no_such_module`"),
         (["vtcli::head", "--import", "no/such.py"], "there is no file `no/such.py`"),
         (["vtcli::head", "--import", "no/such.so"], "cannot load `no/such.so`"),

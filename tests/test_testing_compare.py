@@ -202,7 +202,7 @@ def test_creation_meta_is_seen():
     [
         (lambda x: x.view(2, 2), "below autograd, counter(out[0])"),
         (lambda x: x.add_(1), "below autograd, moves of in[0]"),
-        (lambda x: torch._foreach_mul_([x], 2), "below autograd, moves of in[0]"),
+        (lambda x: torch._foreach_expm1_([x]), "below autograd, moves of in[0]"),
         (lambda x: x.detach(), "below autograd, counter(out[0])"),
         (ours.secret, "below autograd, counter(out[0])"),
     ],
