@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 from handlers import NoOp
+from one_thread import one_thread  # noqa: F401 - a fixture for each test of this file
 
 from viewtrack.plan import plan_of
 from viewtrack.testing import check_op
@@ -126,14 +127,6 @@ def sweep(tried, most=3):
                     if finding.kind != "error" and not is_known(finding):
                         unknown.setdefault((finding.op, finding.kind), f"{call.name}: {finding}")
     return unknown, len(count)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_chosen_ops():
