@@ -27,8 +27,10 @@ def share_a_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
     key = id(a), id(b)
     if key in _shared:
         return True
-    was = version(a)
-    if was is None or was != version(b):
+    was, other = version(a), version(b)
+    while version(a) != was:  # another thread writes; equal numbers must be of one moment
+        was, other = version(a), version(b)
+    if was is None or was != other:
         return False
     torch.autograd.graph.increment_version(a)
     shared = version(b) != was
