@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from functions import square_storing
 from regions import aten
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -86,21 +87,8 @@ def test_a_raw_kernel_over_what_softmax_saved():
 
 
 def square(store):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            out = 2 * x * grad
-            store(x, out)
-            return out
-
     leaf = torch.tensor([3.0], requires_grad=True)
-    y = Square.apply(leaf * 1)
+    y = square_storing(store).apply(leaf * 1)
     first = torch.autograd.grad(y, leaf, retain_graph=True)[0].clone()
     return first, torch.autograd.grad(y, leaf)[0]
 

@@ -10,6 +10,7 @@ import torch
 from handlers import NoOp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_thread import one_thread  # noqa: F401 - a fixture for each test of this file
 from programs import PLACES, STEPS, Mismatch, Program
 
 import viewtrack as vt
@@ -26,14 +27,6 @@ def run(steps):
     program = Program(partial(vt.track, record="site"))
     program.run(steps)
     program.compare_ledger()
-
-
-@pytest.fixture(autouse=True)
-def ordinary_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @quick

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from against_stock import attempt, check, each_way, outcome
+from functions import Dirty
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -42,18 +43,6 @@ class _New(torch.autograd.Function):
     def backward(ctx, g, gv):
         x, w = ctx.saved_tensors
         return g * w + gv.view_as(x), g * x
-
-
-class _Dirty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
 
 
 class _ViewOfFresh(torch.autograd.Function):
@@ -95,10 +84,10 @@ def test_function_that_writes_its_input(way):
         x = torch.rand(4, requires_grad=True)
         y = x * 1
         before = y._version
-        z = _Dirty.apply(y)
+        z = Dirty.apply(y)
         v = (x * 1)[1:]
-        error = outcome(lambda: _Dirty.apply(v).sum().backward())
-        leaf = outcome(lambda: _Dirty.apply(torch.ones(2, requires_grad=True)))
+        error = outcome(lambda: Dirty.apply(v).sum().backward())
+        leaf = outcome(lambda: Dirty.apply(torch.ones(2, requires_grad=True)))
         z.sum().backward()
         return z is y, y._version - before, y, error, leaf, x.grad.clone()
 

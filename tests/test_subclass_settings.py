@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from functions import Dirty
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 from torch.testing._internal.two_tensor import TwoTensor
@@ -202,18 +203,6 @@ def twice(x):
 def checkpointed(x):
     checkpoint(lambda a: (a.sin() @ a.t()).sum(), x, use_reentrant=False).backward()
     return (x.grad,)
-
-
-class Dirty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
 
 
 def dirtied(x):

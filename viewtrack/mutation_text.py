@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from .aliasing import dims
 from .errors import MutatedTensorError
 from .ledger import Write
 from .saved import Saved
-from .site import UNKNOWN, Site
+from .site import UNKNOWN, Site, with_source
 from .watch import EMPTIED, EXCHANGED, RAW, UNSEEN, Watch, is_idempotent
 
 
@@ -60,14 +59,7 @@ def mutation_error(
 
 
 def _row(head: str, what: str, site: Site) -> str:
-    return f"  {head:9} {what:36}  {_at(site)}".rstrip()
-
-
-def _at(site: Site) -> str:
-    if site == UNKNOWN:
-        return ""
-    source = linecache.getline(site.filename, site.lineno).strip()
-    return f"{site}:  {source}" if source else str(site)
+    return f"  {head:9} {what:36}  {'' if site == UNKNOWN else with_source(site)}".rstrip()
 
 
 def _written(watch: Watch, write: Write) -> list[str]:

@@ -7,7 +7,6 @@ itself is not changed.
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -16,7 +15,7 @@ import torch
 
 from ._torch import creation_meta
 from .ledger import Write, key_of, ledger
-from .site import Site, is_user_file, site_at
+from .site import Site, is_user_file, site_at, with_source
 
 _FRAMES, _WRITES = 3, 5
 
@@ -99,10 +98,10 @@ def _refused(text: str, traceback: TracebackType | None) -> Iterator[str]:
         has_history = text.startswith("Output")
         bases = [(n, t) for n, t in at_hand if t.requires_grad or not has_history]
         pieces = [made for _, t in views or bases for made in made_at(t)]
-        yield from dict.fromkeys(f"  made      {op} at {_line(site)}" for op, site in pieces)
+        yield from dict.fromkeys(f"  made      {op} at {with_source(site)}" for op, site in pieces)
     for frame, lineno in _frames(traceback)[-1:]:
         code = frame.f_code
-        yield f"  written   at {_line(Site(code.co_filename, lineno, code.co_name))}"
+        yield f"  written   at {with_source(Site(code.co_filename, lineno, code.co_name))}"
     yield f"  mend      {REFUSED[kind]}"
 
 
@@ -134,11 +133,6 @@ def _made_by(t: torch.Tensor, op: str) -> bool:
 
 def _list(names: Iterator[str] | list[str]) -> str:
     return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-
-
-def _line(site: Site) -> str:
-    source = linecache.getline(site.filename, site.lineno).strip()
-    return f"{site}:  {source}" if source else str(site)
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:

@@ -7,6 +7,7 @@ byte and no other alias.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -15,8 +16,7 @@ from ._torch.guard import no_torch_dispatch
 from .info import version
 from .ledger import Write, key_of
 from .overlap import region_of
-from .site import UNKNOWN, Place
-from .watch import EXCHANGED, Watch, is_idempotent
+from .watch import EXCHANGED, Watch, is_idempotent, unplaced
 
 
 class OwnedWatch(Watch):
@@ -25,11 +25,9 @@ class OwnedWatch(Watch):
     Args:
         owner: the tensor; None watches bytes alone. It must outlive the watch, since it is known
             by its id.
-        t: as for `Watch`, an alias of the owner, or the owner where there is a `counter`.
-        op: as for `Watch`.
-        place: as for `Watch`.
-        content: as for `Watch`.
-        counter: as for `Watch`.
+        t: an alias of the owner, or the owner where there is a `counter`.
+        *args: as for `Watch`.
+        **kwargs: as for `Watch`.
 
     Attributes:
         changed: the last op that gave the owner another storage or other sizes.
@@ -38,18 +36,11 @@ class OwnedWatch(Watch):
     __slots__ = ("_owner", "changed")
 
     def __init__(
-        self,
-        owner: torch.Tensor | None,
-        t: torch.Tensor,
-        op: str,
-        place: Place,
-        *,
-        content: bool = False,
-        counter: torch.Tensor | None = None,
+        self, owner: torch.Tensor | None, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
         self._owner = None if owner is None else id(owner)
         self.changed: Write | None = None
-        super().__init__(t, op, place, content=content, counter=counter)
+        super().__init__(t, *args, **kwargs)
 
     def is_of(self, t: torch.Tensor) -> bool:
         """Whether t is the owner."""
@@ -67,7 +58,7 @@ class OwnedWatch(Watch):
 
     def exchange(self) -> Write:
         """What gave the owner another storage or other sizes, once it is known that it has."""
-        return self.changed or Write(EXCHANGED, "", UNKNOWN, "", None, None, None, 0)
+        return self.changed or unplaced(EXCHANGED, None, None)
 
 
 class _Unpacking(threading.local):
@@ -94,12 +85,10 @@ class SavedWatch(OwnedWatch):
 
     Args:
         owner: as for `OwnedWatch`.
-        t: as for `Watch`.
-        op: as for `Watch`.
-        place: as for `Watch`.
-        content: as for `Watch`.
-        counter: as for `Watch`.
+        t: as for `OwnedWatch`.
+        *args: as for `Watch`.
         copies: whether to keep a copy of the bytes before they are written.
+        **kwargs: as for `Watch`.
 
     Attributes:
         copy: what was saved, if something has written to it since.
@@ -111,30 +100,18 @@ class SavedWatch(OwnedWatch):
         self,
         owner: torch.Tensor | None,
         t: torch.Tensor,
-        op: str,
-        place: Place,
-        *,
-        content: bool = False,
-        counter: torch.Tensor | None = None,
+        *args: Any,
         copies: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.copy: torch.Tensor | None = None
         self.copies = copies
         self._bits = t.is_conj(), t.is_neg()
-        super().__init__(owner, t, op, place, content=content, counter=counter)
+        super().__init__(owner, t, *args, **kwargs)
 
-    def note(
-        self,
-        write: Write,
-        before: int | None,
-        after: int | None,
-        reached: bool,
-        *,
-        is_due: bool = False,
-    ) -> None:
-        """Take account of a write, but of none that only does again what it has done."""
-        again = unpacking.depth > 0 and is_idempotent(write.op)
-        super().note(write, before, after, reached and not again, is_due=is_due)
+    def minds(self, write: Write) -> bool:
+        """Whether it does not only do again what it has done."""
+        return not (unpacking.depth > 0 and is_idempotent(write.op))
 
     def before_write(self, t: torch.Tensor, is_counted: bool) -> bool:
         """Keep a copy of what was saved, if it is still there."""

@@ -11,6 +11,7 @@ and for one that another mode's handler issued. The frames of the handlers above
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from dataclasses import dataclass
@@ -254,6 +255,12 @@ def _line(code: CodeType, lasti: int) -> int:
         if start <= lasti < end and line is not None:
             return line
     return code.co_firstlineno
+
+
+def with_source(site: Site) -> str:
+    """A site, and the source line where it can be read."""
+    source = linecache.getline(site.filename, site.lineno).strip()
+    return f"{site}:  {source}" if source else str(site)
 
 
 def caller(depth: int = 1) -> Site:

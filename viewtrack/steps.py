@@ -41,7 +41,7 @@ from ._torch import (
     set_excluded,
 )
 from ._torch.kernels import composite_kernel
-from .before_write import watches_reached
+from .before_write import Watching, watches_reached
 from .collectives import is_counted_by_backend
 from .info import version
 from .operands import (
@@ -55,8 +55,8 @@ from .operands import (
     undeclared,
     written,
 )
-from .plan import SHARE_UNDECLARED, Plan, caches, plan_of
-from .recorder import Recorder
+from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
+from .recorder import Located, Recorder
 from .site import issued_in_handler, locate
 from .watch import watched
 
@@ -143,8 +143,7 @@ def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) 
     writes = written(plan, args, kwargs)
     before = [version(t) for _, t in writes]
     out = run(mode, plan, op, args, kwargs)
-    for (argument, t), was in zip(writes, before, strict=True):
-        mode.record(plan, argument, t, was, located, watching)
+    _record_all(mode, plan, writes, before, located, watching)
     return out
 
 
@@ -156,12 +155,23 @@ def _write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs:
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     writes = written(plan, args, kwargs)
-    before = [version(t) for _, t in writes]
+    now = [version(t) for _, t in writes]
+    before = [v - 1 if counted and v is not None else v for v in now]
     out = run(mode, plan, op, args, kwargs)
-    for (argument, t), now in zip(writes, before, strict=True):
-        was = now - 1 if counted and now is not None else now
-        mode.record(plan, argument, t, was, (False, in_handler, user), watching)
+    _record_all(mode, plan, writes, before, (False, in_handler, user), watching)
     return out
+
+
+def _record_all(
+    mode: Recorder,
+    plan: Plan,
+    writes: list[tuple[Argument, Any]],
+    before: list[int | None],
+    located: Located,
+    watching: Watching,
+) -> None:
+    for (argument, t), was in zip(writes, before, strict=True):
+        mode.record(plan, argument, t, was, located, watching)
 
 
 def _plain(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -187,8 +197,7 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
         if unseen and was is not None and version(t) == was:
             torch.autograd.graph.increment_version(t)
     if mode.level or watching:
-        for (argument, t), was in zip(writes, before, strict=True):
-            mode.record(plan, argument, t, was, located, watching)
+        _record_all(mode, plan, writes, before, located, watching)
     return out
 
 
@@ -205,8 +214,7 @@ def _collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> 
             torch.autograd.graph.increment_version(t)
     if mode.level or watching:
         _, in_handler, user = locate(sys._getframe(2), plan, args, kwargs)
-        for (argument, t), was in zip(writes, before, strict=True):
-            mode.record(plan, argument, t, was, (False, in_handler, user), watching)
+        _record_all(mode, plan, writes, before, (False, in_handler, user), watching)
     return out
 
 

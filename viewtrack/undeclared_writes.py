@@ -6,7 +6,6 @@ that is why their counters may not move. Who guards them minds all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from .before_write import before_write
 from .info import version
+from .operands import tensors
 from .owned_watch import SavedWatch
 from .plan import Plan
 from .site import Place
@@ -79,11 +79,7 @@ def note_updates(plan: Plan, args: Any, found: Updated, place: Place, thread: st
 
 def _laid_by(args: Any, watches: list[Watch]) -> SavedWatch | None:
     """The watch that was laid when autograd saved the statistics for the call."""
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in _tensors(args)):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors(args)):
         return None
     saved = [watch for watch in watches if isinstance(watch, SavedWatch)]
     return saved[-1] if saved else None
-
-
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    return (t for t in args if isinstance(t, torch.Tensor))

@@ -104,7 +104,7 @@ class Watch:
             self._last: int | None = t._version
         except RuntimeError:  # an inference tensor
             self._last = None
-        self._last_write: tuple[str, Site, str] | None = None
+        self._last_write: tuple[str, Site, str, int] | None = None
         self._due: dict[int, int] | None = None
         self._reached: list[tuple[Write, int | None]] | None = None
         self._aliases: dict[Any, str] | None = None
@@ -174,7 +174,8 @@ class Watch:
     ) -> None:
         """Take account of a write to the storage, that moved the kept counter so, or is due to."""
         if after is not None and before is not None and self._last is not None:
-            thread, key = threading.get_ident(), (write.op, write.site, write.thread)
+            thread = threading.get_ident()
+            key = write.op, write.site, write.thread, before
             # An op that writes several views of one storage is noted once for each.
             if after != self._last or self._last_write != key:
                 self._catch_up(before)
@@ -182,8 +183,12 @@ class Watch:
                 if is_due:
                     self._due = {**(self._due or {}), thread: after - before}
             self._last_write = key
-        if reached:
+        if reached and self.minds(write):
             self._add(write, None if before == after else after)
+
+    def minds(self, write: Write) -> bool:
+        """Whether a write that reached the kept bytes is a mutation."""
+        return True
 
     def is_of(self, t: torch.Tensor) -> bool:
         """Whether it minds what becomes of t itself; a plain watch minds bytes alone."""
@@ -234,7 +239,7 @@ class Watch:
             more = self._more
         kept = self.tensor if t is None and self._shape is None else t
         if self._nbytes is not None and kept is not None and _reaches_beyond(kept, self._nbytes):
-            return [*found, Write(EMPTIED, "", UNKNOWN, "", now, now, None, 0)], more
+            return [*found, unplaced(EMPTIED, now, now)], more
         seen = [write for write in found if write.op != UNSEEN]
         if self._digest is None or ((seen or not found) and not self._content):
             return found, more
@@ -243,7 +248,7 @@ class Watch:
             with _lock:  # what no mode saw so far went elsewhere
                 self._reached = [item for item in self._reached or () if item[0].op != UNSEEN]
             return [], 0
-        return found or [Write(RAW, "", UNKNOWN, "", now, now, None, 0)], more
+        return found or [unplaced(RAW, now, now)], more
 
     def noted(self) -> list[Write]:
         """The writes that a mode saw reach the kept bytes, whatever the bytes are by now."""
@@ -263,7 +268,7 @@ class Watch:
         if now < last:
             self._reached = [item for item in self._reached or () if (item[1] or 0) <= now]
         else:
-            self._add(Write(UNSEEN, "", UNKNOWN, "", last, now, None, 0), now)
+            self._add(unplaced(UNSEEN, last, now), now)
         self._last = now
 
     def _add(self, write: Write, moved_to: int | None) -> None:
@@ -284,6 +289,11 @@ watched: dict[int, tuple[weakref.ref[Watch], ...]] = {}
 """The living watches by the key of the storage they watch."""
 
 _lock = threading.RLock()
+
+
+def unplaced(op: str, before: int | None, after: int | None) -> Write:
+    """The record of a write of which nothing is known but the versions around it."""
+    return Write(op, "", UNKNOWN, "", before, after, None, 0)
 
 
 def _key_and_size(t: torch.Tensor) -> tuple[int, int | None]:
