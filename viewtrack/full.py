@@ -10,10 +10,11 @@ lent a class of ours (`_Kept`) with a ``__torch_function__``, and gives it back 
 
 The next op must not be a view op, though. Native code may have called that to make the grad_fn or
 the tangent of a view anew (``VariableHooks::grad_fn``, ``AutogradMeta::fw_grad``), and it holds
-that view's mutex meanwhile: to mark a view of the same one would wait for it for ever.
+that view's mutex meanwhile: to mark a view of the same one would wait for it for ever. Nor may it
+be one that asks for sizes or layout: native code asks wrappers and nested tensors for them just
+before it gives them their history (``InputMetadata``).
 
-Each view is marked by its own native kernel: the op is called again above autograd, and answered
-with the view. So flags, creation_meta and grad_fn are native.
+`full_marks.py` tells how a view is marked.
 
 A handler may also hand out later what it kept, as a cache does. So what a handler returns loses the
 mark that we gave it, or is exchanged for an alias without metadata if a kernel would refuse it.
@@ -21,7 +22,6 @@ mark that we gave it, or is exchanged for an alias without metadata if a kernel 
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
@@ -33,9 +33,8 @@ from typing import Any
 import torch
 
 from . import _torch
-from .ledger import key_of
-from .plan import Plan, plan_of
-from .view import mark_as_view
+from .full_marks import Call, mark, tensors
+from .plan import Plan, caches, plan_of
 from .view_fn import replaying
 
 log = logging.getLogger(__name__)
@@ -54,37 +53,53 @@ class _Kept(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Note:
     """A view op that a handler issued, to be called again above autograd.
 
     Attributes:
-        func: the op.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        views: weak references to its outputs.
-        spares: for an op that returns a list, aliases of its outputs, for those that die.
+        call: the op and its arguments.
+        views: weak references to those of its outputs that are in use, by their places.
         grad: whether grad mode was on.
         inference: whether inference mode was on.
+        moved: whether sizes, strides or storage of a tensor that took part were changed since.
     """
 
-    func: Any
-    args: Any
-    kwargs: Any
-    views: list[weakref.ref[torch.Tensor]]
-    spares: list[torch.Tensor] | None
+    call: Call
+    views: dict[int, weakref.ref[torch.Tensor]]
     grad: bool
     inference: bool
+    moved: bool = False
 
-    def living(self) -> list[torch.Tensor]:
+    def living(self) -> dict[int, torch.Tensor]:
         """Those of its outputs that are in use."""
-        return [t for ref in self.views if (t := ref()) is not None]
+        return {i: t for i, ref in self.views.items() if (t := ref()) is not None}
 
     def return_class(self) -> None:
         """Give its outputs back the class that they had before `_Kept`."""
-        for t in self.living():
+        for t in self.living().values():
             if type(t) is _Kept:
                 _lend(t, torch.Tensor)
+
+    def mark(self) -> None:
+        """Mark its outputs."""
+        views = self.living()
+        if not views:
+            return
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.grad),
+                _torch.above_autograd(),
+                _torch.no_torch_function(),
+            ):
+                mark(self.call, views, moved=self.moved)
+        except Exception as error:  # as a handler of somebody's tensor may raise
+            log.debug("a view that %s made stays without metadata: %s", self.call.func, error)
+        if self.inference:
+            for t in views.values():
+                if t._is_view():
+                    _torch.set_creation_meta(t, _torch.CreationMeta.INFERENCE_MODE)
 
 
 class FullViews:
@@ -105,11 +120,14 @@ class FullViews:
             while self._notes and not self._running:
                 note = self._notes.pop(0)
                 note.return_class()
-                self._mark(note)
+                note.mark()
+                self._marked.update(
+                    (id(t), self._ref(t)) for t in note.living().values() if t._is_view()
+                )
 
     def next_op(self, func: Any) -> None:
         """Tell that an op has come."""
-        if not (isinstance(func, _torch.OpOverload) and plan_of(func).views):
+        if self._notes and not (isinstance(func, _torch.OpOverload) and _may_be_part(func)):
             self.settle()
 
     @contextmanager
@@ -126,23 +144,46 @@ class FullViews:
             if not self._running:
                 self._lend_class()
 
-    def note(self, plan: Plan, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note the views among the outputs of an op, if a handler issued it."""
-        if not (self._running and (plan.views or plan.is_composite)):
+    def note(self, plan: Plan, call: Call, out: Any, *, made_inside: bool = False) -> None:
+        """Note the views among the outputs of an op, if a handler issued it.
+
+        Args:
+            plan: the plan of the op.
+            call: the op and its arguments.
+            out: what it returned.
+            made_inside: whether that comes from other ops of which we know.
+        """
+        if not self._running:
             return
-        if plan.qualified == "aten::detach" or _torch.functorch_is_active():
+        if plan.changes_metadata:
+            self._note_moved(list(tensors((call.args, call.kwargs))))
+        if not (plan.views or plan.is_composite) or plan.qualified == "aten::detach":
             return
-        given = list(_tensors((args, kwargs)))
-        made = [t for t in _tensors(out) if not _is_any(t, given) and not t.is_inference()]
+        if _torch.functorch_is_active():
+            return
+        given = list(tensors((call.args, call.kwargs)))
+        made = {
+            i: t
+            for i, t in enumerate(tensors(out))
+            if not _is_any(t, given) and not t.is_inference()
+        }
+        if made_inside:
+            for t in made.values():
+                self._forget(t)
         if made:
-            views = [self._ref(t) for t in made]
-            spares = [t.detach() for t in made] if isinstance(out, (list, tuple)) else None
+            views = {i: self._ref(t) for i, t in made.items()}
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            self._notes.append(_Note(func, args, kwargs, views, spares, *modes))
+            self._notes.append(_Note(call, views, *modes))
+
+    def _note_moved(self, written: list[torch.Tensor]) -> None:
+        """Note that an op changed sizes, strides or storage of tensors."""
+        for note in self._notes:
+            took_part = [*note.living().values(), *tensors((note.call.args, note.call.kwargs))]
+            note.moved = note.moved or any(_is_any(t, written) for t in took_part)
 
     def handed_back(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """What a handler returned, as the kernel above takes it."""
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors((args, kwargs)))
         refuses = isinstance(func, _torch.OpOverload) and bool(plan_of(func).views)
         return self._exchanged(out, given, refuses)
 
@@ -168,7 +209,7 @@ class FullViews:
     def _forget(self, t: torch.Tensor) -> None:
         """Drop what is noted of a view that was returned."""
         for note in self._notes:
-            note.views[:] = [ref for ref in note.views if ref() is not t]
+            note.views = {i: ref for i, ref in note.views.items() if ref() is not t}
 
     def _ref(self, t: torch.Tensor) -> weakref.ref[torch.Tensor]:
         """A weak reference to a view; the note that holds its base goes when it dies."""
@@ -192,63 +233,36 @@ class FullViews:
         """Have the views that outlived their handler ask us; forget the others."""
         self._notes[:] = [note for note in self._notes if note.living()]
         for note in self._notes:
-            for t in note.living():
+            for t in note.living().values():
                 if type(t) is torch.Tensor:
                     _lend(t, _Kept)
 
-    def _mark(self, note: _Note) -> None:
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(note.grad),
-                _torch.above_autograd(),
-                _torch.no_torch_function(),
-            ):
-                _mark_natively(note)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            log.debug("a view that %s made stays without metadata: %s", note.func, error)
-        for t in note.living():
-            if t._is_view():
-                self._marked[id(t)] = self._ref(t)
-                if note.inference:
-                    _torch.set_creation_meta(t, _torch.CreationMeta.INFERENCE_MODE)
 
+def _may_be_part(func: _torch.OpOverload) -> bool:
+    """Whether native code may call an op where a view cannot be marked.
+
+    View ops it calls while it holds a mutex. For sizes and layout of wrappers and nested tensors it
+    asks before an op's result is given its history.
+    """
+    try:
+        return _parts[func._op]
+    except KeyError:
+        returns = func._schema.returns
+        asks = bool(returns) and not any("Tensor" in str(result.type) for result in returns)
+        found = bool(plan_of(func).views) or asks or "_nested_tensor_" in func._schema.name
+        _parts[func._op] = found
+        return found
+
+
+# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
+_parts: dict[Any, bool] = {}
+caches.append(_parts)
 
 _everywhere: weakref.WeakSet[FullViews] = weakref.WeakSet()
 
 
-def _mark_natively(note: _Note) -> None:
-    plan = plan_of(note.func)
-    given = list(_tensors((note.args, note.kwargs)))
-    living = note.living()
-    if not living or any(_base_of(t, given) is None or t._is_view() for t in living):
-        return  # pointed elsewhere meanwhile, by `set_` or `.data =`; or marked by somebody else
-    if not plan.has_native_kernel or plan.is_composite:
-        for t in living:
-            mark_as_view(t, _base_of(t, given))  # type: ignore[arg-type]
-        return
-    if note.spares is None:
-        answer: Any = living[0]
-    else:
-        pairs = zip(note.views, note.spares, strict=True)
-        answer = [spare if (view := ref()) is None else view for ref, spare in pairs]
-    _torch.answering(note.func, answer, functools.partial(note.func, **note.kwargs), *note.args)
-
-
-def _base_of(t: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor | None:
-    """The one among an op's arguments that lies in t's storage; a wrapper is believed to."""
-    for base in given:
-        if key_of(base) == key_of(t) or _torch.has_python_key(t):
-            return base
-    return None
-
-
 def _lend(t: Any, cls: type[torch.Tensor]) -> None:
     t.__class__ = cls
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (t for t in _torch.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def _is_any(t: torch.Tensor, others: list[torch.Tensor]) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from . import _torch
 from .full import FullViews
+from .full_marks import Call
 from .plan import plan_of
 from .tracking import TrackingMode
 
@@ -58,7 +59,8 @@ class _Bottom:
         views.next_op(func)
         if not isinstance(func, _torch.OpOverload) or any(map(_torch.is_infra_class, types)):
             return run(mode, func, types, args, kwargs)
-        if any(map(_has_handler, types)):
+        has_handler = any(map(_has_handler, types))
+        if has_handler:
             with views.handler(func):
                 out = run(mode, func, types, args, kwargs)
                 if out is not NotImplemented:
@@ -66,7 +68,8 @@ class _Bottom:
         else:
             out = run(mode, func, types, args, kwargs)
         if out is not NotImplemented:
-            views.note(plan_of(func), func, args, kwargs or {}, out)
+            call = Call(func, args, kwargs or {})
+            views.note(plan_of(func), call, out, made_inside=has_handler)
         return out
 
 
