@@ -39,8 +39,6 @@ def _add_() -> tuple[Side, Side]:
     return _sides(torch.Tensor.add_, _square(), _square())
 
 
-# Missed, at 1.14 to 1.16. A handler by hand that asks whether the key is excluded, switches it off
-# and on again, and detaches both results, without looking at op or outputs, takes 1.10 by itself.
 @pair("split into 2, tracked handler", target=1.10)
 def _split() -> tuple[Side, Side]:
     return _sides(torch.Tensor.split, _square(), 2)

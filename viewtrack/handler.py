@@ -5,7 +5,8 @@ key back on, so each op that it issues passes through its own native kernel: vie
 counters of what is written move. Three things have to be put right around that.
 
 * The kernel above the handler marks what it returns, and refuses metadata: views are exchanged for
-  aliases that share the counter and carry none.
+  aliases that carry none. The kernel joins them to their base's counter; where it is not above,
+  a handler is, and if no `track` is below, that handler is not tracked.
 * The kernel above counts a write of its op, so one count of what the handler wrote itself to the
   same tensor is taken back.
 * C++ calls a handler for `aten.detach` also to make a shallow copy, from above autograd. Then the
@@ -157,6 +158,7 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
     ) -> Any:
         if not is_excluded(ADINPLACEORVIEW):
             return handler(owner, func, types, args, kwargs)
+        t = None
         try:
             written, views, plan = _facts[func._op]
         except (KeyError, AttributeError):
@@ -165,7 +167,7 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
             try:
                 was = (t := args[written])._version
             except (IndexError, RuntimeError):  # several, or by name; an inference tensor
-                t, was = None, _noted(plan, types, args, kwargs)
+                was = _noted(plan, types, args, kwargs)
         set_excluded(ADINPLACEORVIEW, False)
         try:
             out = handler(owner, func, types, args, kwargs)
@@ -175,18 +177,18 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
                 elif (now := t._version) > was and (
                     (frame := _getframe(depth)) in anchors or _is_counted(frame, plan, args, kwargs)
                 ):
-                    set_versions((t,), (now - 1,))
-                return out if out is t else _accepted(out, plan, args, kwargs)
-            if not views and type(out) is Tensor and not out._is_view():
-                return out
-            if views and not mode_stack_len():
-                if type(out) is Tensor:
-                    return out if out.is_inference() else _detach(out)
-                if type(out) is list and _all_plain(out):
-                    return [*map(_detach, out)]
-            return _accepted(out, plan, args, kwargs)
+                    set_versions([t], [now - 1])
         finally:
             set_excluded(ADINPLACEORVIEW, True)
+        if views:
+            if not mode_stack_len():
+                if type(out) is Tensor and out._is_view():
+                    return _detach(out)
+                if type(out) is list and _all_views(out):
+                    return [*map(_detach, out)]
+        elif out is t or (type(out) is Tensor and not out._is_view()):
+            return out
+        return _handed_up(out, plan, args, kwargs)
 
     return skip_dynamo(tracked_handler)
 
@@ -199,7 +201,7 @@ def _takes_func_first(handler: Handler) -> bool:
 # ------------------------------------------------------------------------------ what an op does
 
 # The index of the one argument that it writes, and that a kernel above counts; None if there is
-# nothing to count; whether its outputs are views; its plan.
+# nothing to count; whether its outputs are views that a kernel above marks; its plan.
 _Facts = tuple[int | None, bool, Any]
 _SEVERAL = sys.maxsize  # no index: it writes several, or one that is passed by name
 
@@ -216,7 +218,8 @@ def _facts_of(func: Any) -> _Facts:
         written = plan.sole_write.index if plan.sole_write else _SEVERAL
     elif any(is_uncounted_of_wrappers(plan, a) for a in plan.writes):
         written = _SEVERAL
-    facts = _facts[func._op] = written, bool(plan.views), plan
+    views = bool(plan.views) and plan.has_native_kernel and not plan.is_composite
+    facts = _facts[func._op] = written, views, plan
     return facts
 
 
@@ -276,11 +279,16 @@ _detach = TensorBase.detach
 _getframe = sys._getframe
 
 
-def _all_plain(values: list[Any]) -> bool:
+def _all_views(values: list[Any]) -> bool:
     for value in values:
         if type(value) is not Tensor:
             return False
-    return not (values and values[0].is_inference())
+    return bool(values) and values[0]._is_view()
+
+
+def _handed_up(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
+    with _torch.inplace_or_view():
+        return _accepted(out, plan, args, kwargs)
 
 
 def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:

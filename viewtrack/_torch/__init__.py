@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -313,14 +313,14 @@ def set_version(t: torch.Tensor, value: int) -> None:
     set_versions((t,), (value,))
 
 
-set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+set_versions: Callable[[Sequence[torch.Tensor], Sequence[int]], None]
 """The same for several. The signature takes sequences from 2.7 on, and one tensor before."""
 
 if "arg0: torch.Tensor," not in (_autograd._unsafe_set_version_counter.__doc__ or ""):
     set_versions = _autograd._unsafe_set_version_counter
 else:
 
-    def set_versions(tensors: tuple[torch.Tensor, ...], values: tuple[int, ...]) -> None:
+    def set_versions(tensors: Sequence[torch.Tensor], values: Sequence[int]) -> None:
         for t, value in zip(tensors, values, strict=True):
             _autograd._unsafe_set_version_counter(t, value)
 
