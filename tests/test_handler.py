@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from handlers import NoOp
@@ -371,11 +373,70 @@ def test_twice_is_once():
 
 @pytest.mark.parametrize(
     ("target", "text"),
-    [(3, "expected a class"), (torch.Tensor, "has no `__torch_dispatch__`"), (int, "`int`")],
+    [
+        (3, "expected a class"),
+        (torch.Tensor, "`Tensor` has no `__torch_dispatch__`"),
+        (torch.nn.Parameter, "`Parameter` has no `__torch_dispatch__`"),
+        (TorchDispatchMode, "`TorchDispatchMode` has no `__torch_dispatch__`"),
+        (type("Bare", (TorchDispatchMode,), {}), "`Bare` has no `__torch_dispatch__`"),
+        (int, "`int`"),
+        (lambda func: func(), r"`.*<lambda>` takes `\(func\)`, .* parameters `\(func, types"),
+        (lambda self, func: func(), r"takes `\(self, func\)`, .* parameters `\(self, func, types"),
+        (staticmethod(lambda func: func()), r"takes `\(func\)`"),
+        (
+            type("Short", (TorchDispatchMode,), {"__torch_dispatch__": lambda self, func: func()}),
+            r"takes `\(self, func\)`",
+        ),
+    ],
 )
 def test_refuses_what_has_no_handler(target, text):
     with pytest.raises(TypeError, match=text):
         vt.tracked(target)
+
+
+def test_torchs_own_classes_are_left_as_they_are():
+    before = [
+        inspect.getattr_static(c, "__torch_dispatch__") for c in (TorchDispatchMode, torch.Tensor)
+    ]
+    for cls in (TorchDispatchMode, torch.Tensor):
+        with pytest.raises(TypeError):
+            vt.tracked(cls)
+    after = [
+        inspect.getattr_static(c, "__torch_dispatch__") for c in (TorchDispatchMode, torch.Tensor)
+    ]
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda *args: args[1](*args[3], **(args[4] or {})),
+        lambda mode, *rest: rest[0](*rest[2], **(rest[3] or {})),
+        lambda mode, func, types, *rest: func(*rest[0], **(rest[1] or {})),
+    ],
+)
+def test_handler_of_a_class_may_take_what_comes(handler):
+    mode = vt.tracked(type("Mode", (TorchDispatchMode,), {"__torch_dispatch__": handler}))
+    x = torch.ones(2, 2)
+    with mode():
+        x.add_(1)
+        assert x.view(4)._base is x
+    assert x._version == 1
+
+
+def test_bare_handler_may_take_what_comes():
+    @vt.tracked
+    def handler(*args):
+        return args[0](*args[2], **(args[3] or {}))
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return handler(func, types, args, kwargs)
+
+    x = torch.ones(2)
+    with Mode():
+        x.add_(1)
+    assert x._version == 1
 
 
 def test_in_a_higher_order_op_and_in_compiled_code():

@@ -76,26 +76,34 @@ def tracked(target: T) -> T:
         _track_class(target)
         return target
     if isinstance(target, (classmethod, staticmethod)):
-        return type(target)(_tracked(target.__func__))
+        takes_owner = isinstance(target, classmethod)
+        return type(target)(_tracked(target.__func__, takes_owner))
     if not callable(target):
         raise TypeError(
             f"tracked: expected a class with a `{_NAME}` or a handler, "
             f"got {type(target).__name__} {target!r}"
         )
-    return _tracked(target)  # type: ignore[return-value]
+    return _tracked(target, not _takes_func_first(target))  # type: ignore[return-value]
+
+
+# Torch's own, which no op gets through.
+_OF_NOBODY = [
+    inspect.getattr_static(cls, _NAME) for cls in (torch.Tensor, _torch.TorchDispatchMode)
+]
 
 
 def _track_class(cls: type) -> None:
     handler = inspect.getattr_static(cls, _NAME, None)
-    if handler is None or handler is inspect.getattr_static(torch.Tensor, _NAME):
+    if handler is None or any(handler is torchs for torchs in _OF_NOBODY):
         raise TypeError(
             f"tracked: class `{cls.__qualname__}` has no `{_NAME}` of its own; decorate a "
             f"TorchDispatchMode or a tensor subclass that defines one"
         )
     if isinstance(handler, (classmethod, staticmethod)):
-        wrapped: Any = type(handler)(_tracked(handler.__func__))
+        takes_owner = isinstance(handler, classmethod)
+        wrapped: Any = type(handler)(_tracked(handler.__func__, takes_owner))
     else:
-        wrapped = _tracked(_undisabled(handler))
+        wrapped = _tracked(_undisabled(handler), takes_owner=True)
     setattr(cls, _NAME, wrapped)
     if issubclass(cls, _torch.TorchDispatchMode):
         _anchor_entering(cls)
@@ -125,9 +133,21 @@ def _undisabled(handler: Any) -> Any:
     return handler
 
 
-def _tracked(handler: Handler) -> Handler:
-    wrap = _tracked_function if _takes_func_first(handler) else _tracked_method
-    return wrap(handler)
+def _tracked(handler: Handler, takes_owner: bool) -> Handler:
+    _check_signature(handler, takes_owner)
+    return (_tracked_method if takes_owner else _tracked_function)(handler)
+
+
+def _check_signature(handler: Handler, takes_owner: bool) -> None:
+    signature = inspect.signature(handler, follow_wrapped=False)
+    try:
+        signature.bind(*[None] * (5 if takes_owner else 4))
+    except TypeError:
+        name = getattr(handler, "__qualname__", type(handler).__qualname__)
+        raise TypeError(
+            f"tracked: `{name}` takes `{signature}`, and cannot be a handler; give it the "
+            f"parameters `({'self, ' if takes_owner else ''}func, types, args=(), kwargs=None)`"
+        ) from None
 
 
 def _tracked_function(handler: Handler) -> Handler:
