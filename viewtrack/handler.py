@@ -200,13 +200,12 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
                     set_versions([t], [now - 1])
         finally:
             set_excluded(ADINPLACEORVIEW, True)
-        if views:
-            if not mode_stack_len():
-                if type(out) is Tensor and out._is_view():
-                    return _detach(out)
-                if type(out) is list and _all_views(out):
-                    return [*map(_detach, out)]
-        elif out is t or (type(out) is Tensor and not out._is_view()):
+        if views and not mode_stack_len():
+            if type(out) is Tensor and out._is_view():
+                return _detach(out)
+            if type(out) is list and _all_views(out):
+                return [*map(_detach, out)]
+        elif not views and (out is t or (type(out) is Tensor and not out._is_view())):
             return out
         return _handed_up(out, plan, args, kwargs)
 
