@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from functions import square_storing
+from torch.autograd import forward_ad
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_own
@@ -340,3 +341,16 @@ def test_a_write_through_an_unsafe_view_of_what_is_saved_is_seen_all_the_same():
         with pytest.raises(MutatedTensorError) as caught:
             y.sum().backward()
     assert [write.op for write in caught.value.writes] == ["aten.mul_.Tensor"]
+
+
+@pytest.mark.parametrize("keyword", [{}, {"check": "content"}, {"on_mutation": "copy"}])
+def test_forward_mode_with_zero_tensors_inside(keyword):
+    def tangent():
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(leaf(), torch.ones(4))
+            y = torch.nn.functional.linear(torch.tanh(x) * leaf(), torch.eye(4, requires_grad=True))
+            return forward_ad.unpack_dual(y).tangent
+
+    with guard_saved_tensors(**keyword):
+        guarded = tangent()
+    assert torch.equal(guarded, tangent())

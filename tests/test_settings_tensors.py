@@ -293,3 +293,33 @@ def test_lazy_device():
     with vt.track():
         got = program()
     assert str(got).split(":")[0] == str(want).split(":")[0]
+
+
+class Plain(torch.Tensor):
+    """A subclass without a handler: only its ``__torch_function__`` knows of it."""
+
+
+GRADIENTS = {
+    "view": lambda x: x.view(-1),
+    "t": lambda x: x.t(),
+    "expand": lambda x: x.expand(2, 4, 6),
+    "unsafe_view": lambda x: torch.ops.aten._unsafe_view(x, [3, 8]),
+    "matmul": lambda x: x.view(2, 2, 6) @ torch.ones(6, 3),
+    "stack": lambda x: torch.stack([x, x * 2]),  # a list of views in backward
+    "cat": lambda x: torch.cat([x, x * 2]),
+    "split": lambda x: torch.cat([*x.split(2)][::-1]),
+}
+
+
+@each_way()
+@pytest.mark.parametrize("op", GRADIENTS)
+def test_a_gradient_of_a_plain_subclass(op, way):
+    """In backward its ``__torch_function__`` is on, and wraps what the ops below return."""
+
+    def program():
+        x = torch.ones(4, 6, requires_grad=True)
+        y = GRADIENTS[op](x)
+        y.backward(torch.ones_like(y).as_subclass(Plain))
+        return x.grad.tolist()
+
+    check(way, program)

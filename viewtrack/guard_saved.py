@@ -25,7 +25,7 @@ from .ledger import Write
 from .mode import Onlooker
 from .mutation_text import Mutation, mutation_error
 from .op_names import allowed_names
-from .owned_watch import SavedWatch, unpacking
+from .owned_watch import SavedWatch, saving, unpacking
 from .site import Place, place_of, user_frame
 from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
@@ -166,14 +166,17 @@ class _PackWatching:
 
     def __call__(self, t: torch.Tensor) -> _Packed:
         place = place_of(user_frame(sys._getframe(1)))
-        value = self._pack(t)  # what the hook does to the tensor is its own affair
-        watches = (self._watch(t, part, value, place) for part in parts(t) if is_watchable(part))
-        return _Packed(value, tuple(watches))
+        with saving as which:
+            value = self._pack(t)  # what the hook does to the tensor is its own affair
+        make = functools.partial(self._watch, t, value, place, which)
+        return _Packed(value, tuple(make(part) for part in parts(t) if is_watchable(part)))
 
-    def _watch(self, t: torch.Tensor, part: torch.Tensor, value: Any, place: Place) -> WeakWatch:
+    def _watch(
+        self, t: torch.Tensor, value: Any, place: Place, which: tuple[int, int], part: torch.Tensor
+    ) -> WeakWatch:
         owner = part if value is part else None
         copies = self._copies and part is t  # a wrapper cannot be given other parts
-        make = functools.partial(SavedWatch, owner, copies=copies)
+        make = functools.partial(SavedWatch, owner, saving=which, copies=copies)
         return WeakWatch(part, "a tensor", place, content=self._content, make=make)
 
 

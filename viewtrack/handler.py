@@ -31,6 +31,7 @@ from ._torch import (
     TensorBase,
     is_excluded,
     mode_stack_len,
+    no_torch_function,
     set_excluded,
     set_versions,
 )
@@ -331,10 +332,12 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
         return t
     plain = type(t) is Tensor or not _torch.has_python_key(t)
     if plain and not mode_stack_len():
-        return _detach(t)
+        with no_torch_function():  # in a backward they are on, and would make it a view anew
+            return _detach(t)
     base = t._base
     if plain and (base is None or not is_tracing()):
-        with no_torch_dispatch():  # the modes below did not ask for this op
+        # The modes below did not ask for this op.
+        with no_torch_dispatch(), no_torch_function():
             return _detach(t)
     if base is not None:
         # A wrapper's handler would be asked for a detach, and be asked for one of what it returns;

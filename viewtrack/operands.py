@@ -49,9 +49,15 @@ def stripped(out: Any, args: Any) -> Any:
 
 
 def without_metadata(t: torch.Tensor) -> torch.Tensor:
-    """An alias of a view without metadata, or where modes below would see that op, t itself."""
+    """An alias of a view without metadata, or where modes below would see that op, t itself.
+
+    In a backward, where torch functions are on, a ``__torch_function__`` would make it a view anew.
+    """
     if not _mode_stack_len():
-        return _detach(t)
+        if type(t) is torch.Tensor:
+            return _detach(t)
+        with _torch.no_torch_function():
+            return _detach(t)
     base = t._base
     if base is not None:
         _torch.as_view_version_only(t, base)

@@ -7,16 +7,18 @@ byte and no other alias.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
 
 from ._torch import neg_view, no_torch_function
 from ._torch.guard import no_torch_dispatch
+from .fingerprint import fingerprint
 from .info import version
 from .ledger import Write, key_of
 from .overlap import region_of
-from .watch import EXCHANGED, Watch, is_idempotent, unplaced
+from .watch import EXCHANGED, Watch, is_idempotent, unplaced, watched
 
 
 class OwnedWatch(Watch):
@@ -80,6 +82,24 @@ class _Unpacking(threading.local):
 unpacking = _Unpacking()
 
 
+class _Saving(threading.local):
+    """The tensor that is being saved in this thread, which several guards may watch."""
+
+    depth = 0
+    count = 0
+
+    def __enter__(self) -> tuple[int, int]:
+        self.count += not self.depth
+        self.depth += 1
+        return threading.get_ident(), self.count
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
+saving = _Saving()
+
+
 class SavedWatch(OwnedWatch):
     """Watches what autograd saved for one call.
 
@@ -87,6 +107,7 @@ class SavedWatch(OwnedWatch):
         owner: as for `OwnedWatch`.
         t: as for `OwnedWatch`.
         *args: as for `Watch`.
+        saving: which thread saved it, and which of its tensors it was.
         copies: whether to keep a copy of the bytes before they are written.
         **kwargs: as for `Watch`.
 
@@ -94,16 +115,18 @@ class SavedWatch(OwnedWatch):
         copy: what was saved, if something has written to it since.
     """
 
-    __slots__ = ("_bits", "copies", "copy")
+    __slots__ = ("_bits", "copies", "copy", "saving")
 
     def __init__(
         self,
         owner: torch.Tensor | None,
         t: torch.Tensor,
         *args: Any,
+        saving: tuple[int, int] = (0, 0),
         copies: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.saving = saving
         self.copy: torch.Tensor | None = None
         self.copies = copies
         self._bits = t.is_conj(), t.is_neg()
@@ -143,3 +166,14 @@ class SavedWatch(OwnedWatch):
         self.release()
         self._content, self._digest, self._reached = False, None, None
         self._last = None
+
+    def lay_again(self, t: torch.Tensor) -> None:
+        """Watch what was saved from here on: backward reads what it is by now.
+
+        Args:
+            t: what was saved.
+        """
+        if self._digest is not None:
+            self._digest = fingerprint(t)
+        self._last = version(self.tensor)
+        watched[self._key] = (*watched.get(self._key, ()), weakref.ref(self))

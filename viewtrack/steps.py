@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, undeclared_writes
+from . import _torch, own_saves, undeclared_writes
 from ._torch import (
     ADINPLACEORVIEW,
     CONJUGATE,
@@ -86,7 +86,7 @@ def _views(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     set_excluded(ADINPLACEORVIEW, False)
     try:
         out = op(*args, **kwargs) if kwargs else op(*args)
-        if _mode_stack_len():
+        if _mode_stack_len() or type(args[0]) is not torch.Tensor:
             return stripped(out, args)
         return [_detach(t) if t._is_view() else t for t in out]
     finally:
@@ -333,6 +333,8 @@ def choose(func: Any) -> tuple[Step | None, Plan]:
     step = _step_of(plan)
     if plan.is_composite and plan.has_native_kernel and plan.writes:
         step = _decomposing(func)
+    if plan.qualified in own_saves.OPS:
+        step = own_saves.unseen_by_own(step or _plain)
     if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
         if not plan.is_composite:
             on_real[func._op] = step

@@ -13,8 +13,7 @@ import torch
 
 from .before_write import before_write
 from .info import version
-from .operands import tensors
-from .owned_watch import SavedWatch
+from .own_saves import of_this_call
 from .plan import Plan
 from .site import Place
 from .watch import Watch, note_write, watches_on
@@ -69,17 +68,9 @@ def updated(plan: Plan, args: Any) -> Updated:
 def note_updates(plan: Plan, args: Any, found: Updated, place: Place, thread: str) -> None:
     """Note that they have been updated, for all but the backward of this very call."""
     for name, t, watches in found:
-        own = _laid_by(args, watches)
-        if own is not None:
-            own.ignore()
-        others = [watch for watch in watches if watch is not own]
+        own = of_this_call(args, watches)
+        for watch in own:
+            watch.ignore()
+        others = [watch for watch in watches if watch not in own]
         now = version(t)
         note_write(t, others, plan, (plan.name, name, place, thread, now, now), False)
-
-
-def _laid_by(args: Any, watches: list[Watch]) -> SavedWatch | None:
-    """The watch that was laid when autograd saved the statistics for the call."""
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors(args)):
-        return None
-    saved = [watch for watch in watches if isinstance(watch, SavedWatch)]
-    return saved[-1] if saved else None

@@ -67,5 +67,9 @@ class WeakWatch:
 
 
 def is_watchable(t: Any) -> bool:
-    """Whether a value is a plain tensor with a storage of its own."""
-    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
+    """Whether a value is a plain tensor with a storage of its own.
+
+    The zero tensors of forward mode have none, and can be neither written nor set.
+    """
+    is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
+    return is_plain and not t._is_zerotensor()
