@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
+import pytest
 import torch
 
 import viewtrack as vt
@@ -40,12 +42,25 @@ class Reentrant(torch.Tensor):
         return func(args[0].inner)
 
 
-def test_counts_once_above_and_below() -> None:
-    Reentrant(torch.ones(2)).exp()
-    stock = Reentrant.seen
+class OtherName(Reentrant):
+    __torch_dispatch__ = classmethod(lambda cls, *given: cls.handle(*given))  # type: ignore[assignment]
+
+    @classmethod
+    def handle(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _renamed(cls, func, types, args, kwargs)
+
+
+_code = Reentrant.__torch_dispatch__.__func__.__code__  # type: ignore[attr-defined]
+_renamed = FunctionType(_code.replace(co_name="handle"), globals())
+
+
+@pytest.mark.parametrize("cls", [Reentrant, OtherName])
+def test_counts_once_above_and_below(cls: type[Reentrant]) -> None:
+    cls(torch.ones(2)).exp()
+    stock = cls.seen
     with vt.track():
-        Reentrant(torch.ones(2)).exp()
-    tracked = Reentrant.seen
+        cls(torch.ones(2)).exp()
+    tracked = cls.seen
     assert (stock["above"], stock["below"]) == (2, 0)
     assert (tracked["above"], tracked["below"]) == (2, 2)
     assert stock["view"]

@@ -148,6 +148,21 @@ def test_a_wrappers_inner_write_is_in_its_handler():
     assert only_write(w.inner).site.in_handler
 
 
+def test_a_wrappers_inner_write_is_in_its_handler_whatever_that_does_to_its_arguments():
+    class Exchanging(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            wrapper, args = args[0], (args[0].inner, *args[1:])
+            func(*args)
+            return wrapper
+
+    w = Exchanging(torch.ones(3))
+    with vt.track():
+        w.add_(1)
+    write = only_write(w.inner)
+    assert (write.function, write.site.in_handler) == ("__torch_dispatch__", True)
+
+
 def test_handlers_under_other_argument_names():
     class Renamed(TorchDispatchMode):
         def __torch_dispatch__(this, op, _, inputs=(), named=None):

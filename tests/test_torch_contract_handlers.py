@@ -59,6 +59,13 @@ def test_base_class_enters_and_leaves_every_mode():
     assert Mode.__exit__ is TorchDispatchMode.__exit__, HERE
 
 
+def test_the_code_that_enters_and_leaves_can_be_exchanged():
+    for name, arguments in (("__enter__", 1), ("__exit__", 4)):
+        code = getattr(TorchDispatchMode, name).__code__
+        assert not code.co_freevars, HERE
+        assert code.co_argcount == arguments, HERE
+
+
 def test_has_storage():
     assert _torch.has_storage(torch.ones(2)), HERE
     assert not _torch.has_storage(torch.eye(2).to_sparse()), HERE

@@ -35,20 +35,23 @@ _calls: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 _MOST_CALLS = 1000
 
 
-def caller_by_hand(frame: FrameType) -> FrameType | None:
-    """The frame that called the handler in `frame` by its name; None if C++ called it."""
+def caller_of(frame: FrameType) -> FrameType | None:
+    """The frame that called the handler in `frame`, or the op that it was called for."""
     caller = frame.f_back
     while caller is not None and caller.f_code.co_filename in _PASSING:
         caller = caller.f_back
-    if caller is None:
-        return None
+    return caller
+
+
+def is_by_hand(caller: FrameType) -> bool:
+    """Whether a frame is calling a handler by its name; it is not if C++ called the handler."""
     code, lasti = caller.f_code, caller.f_lasti
     known = _calls.get((id(code), lasti))
     if known is None:
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         known = _calls[id(code), lasti] = code, _names_a_handler(code, lasti)
-    return caller if known[1] else None
+    return known[1]
 
 
 def _names_a_handler(code: CodeType, lasti: int) -> bool:

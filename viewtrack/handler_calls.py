@@ -134,6 +134,8 @@ def _set(mode_class: Any, enter: Any, leave: Any) -> None:
 class _Bracket:
     """Stands in for the handler of one mode, for as long as the mode is entered."""
 
+    displaced = None  # it calls the handler of the class
+
     def __init__(self, calls: HandlerCalls) -> None:
         self.calls = calls
         self.depth = 0

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
-from . import _torch, full_modes
+from . import _torch, full_modes, mode_frames
 from .anchors import drop_anchor, weigh_anchor
 from .decorate import tracked_calls
 from .errors import ViewTrackError
@@ -141,6 +141,7 @@ class _Active(threading.local):
             register_hook_mend.acquire()
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
+            mode_frames.start()
         self.trackers.append(tracker)
         self.mode.known_aliases.clear()  # each tracker is told
         self._update()
@@ -159,6 +160,7 @@ class _Active(threading.local):
             self._update()
         finally:
             if not self.trackers:
+                mode_frames.stop()
                 self.mode.__exit__(None, None, None)
                 self._on_leaving.close()
                 register_hook_mend.release()

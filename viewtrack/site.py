@@ -22,9 +22,12 @@ import torch
 
 from . import _torch
 from .anchors import anchors, handler_names
-from .by_hand import caller_by_hand
+from .by_hand import caller_of, is_by_hand
 from .counted_above import is_counted
+from .mode_frames import CODE as MODE_FRAME
+from .mode_frames import has_one_above
 from .plan import Plan, plan_of
+from .stand_in import CODE as SUBCLASS_FRAME
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -160,11 +163,13 @@ def _is_handler(frame: FrameType, code: CodeType) -> bool:
     """Whether a frame of a handler's name is one that C++ called, and not one of ours."""
     if code.co_filename in _own_handlers:
         return False
-    caller = caller_by_hand(frame)
-    if caller is None or not is_user_file(caller.f_code.co_filename):
+    caller = caller_of(frame)
+    if caller is None:
         return True
-    # A handler under another name may well call one by name, with what it was given.
-    return caller.f_code.co_name not in handler_names and _given(caller, caller.f_code) is not None
+    calling = caller.f_code
+    if calling is MODE_FRAME or calling is SUBCLASS_FRAME or has_one_above(frame):
+        return False  # there all is as the handler was given it
+    return not (is_by_hand(caller) and is_user_file(calling.co_filename))
 
 
 def _is_tracked(frame: FrameType) -> bool:
@@ -227,6 +232,9 @@ def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
             args = rest[0] if rest and isinstance(rest[0], tuple) else ()
             kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
             return values[names[start]], args, kwargs
+    if code is MODE_FRAME:
+        func, _, args, kwargs = (*values["given"], {})[:4]
+        return (func, args, kwargs) if isinstance(func, _torch.OpOverload) else None
     return None
 
 
