@@ -55,11 +55,11 @@ def stop() -> None:
 def enter(mode: Any) -> Any:
     """Enter a mode as torch does, and give it a frame if it needs one."""
     entered = _stock_enter(mode)
-    if _here.wanted and not (isinstance(mode, _torch.QuietMode) or torch.compiler.is_compiling()):
+    if _here.wanted and not _is_known(mode):
         frame, handler = _handler_of(mode)
         if frame is not None:
             frame.depth += 1
-        elif not (mode.is_infra_mode() or _can_be_read(mode, handler)):
+        elif not (_can_be_read(mode, handler) or torch.compiler.is_compiling()):
             # A bound method, since C++ refuses a handler that does not belong to the mode.
             vars(mode)[_HANDLER] = MethodType(_frame_before(vars(mode).get(_HANDLER)), mode)
             _exchange.acquire()
@@ -68,7 +68,7 @@ def enter(mode: Any) -> Any:
 
 def leave(mode: Any, *error: Any) -> Any:
     """Leave a mode as torch does, and take the frame that it was given."""
-    frame, _ = _handler_of(mode)
+    frame = _handler_of(mode)[0] if _HANDLER in vars(mode) else None
     if frame is not None:
         frame.depth -= 1
         if not frame.depth:
@@ -117,14 +117,25 @@ def _function_of(method: Any) -> Any:
     return getattr(method, "__func__", None)
 
 
+def _is_known(mode: Any) -> bool:
+    """Whether the handler of a mode was found before to need no frame. It spares most the rest."""
+    if _HANDLER in vars(mode):
+        return False
+    return isinstance(mode, _torch.QuietMode) or type(mode).__torch_dispatch__ in _readable
+
+
+_readable: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def _can_be_read(mode: Any, handler: Any) -> bool:
     """Whether `site.py` can read from the frame of a mode's handler what it was called with."""
-    if getattr(handler, "__self__", None) is not mode:
-        return True  # C++ is about to refuse it
-    function = _function_of(handler)
+    if mode.is_infra_mode() or getattr(handler, "__self__", None) is not mode:
+        return True  # torch's own machinery; a handler that C++ is about to refuse
+    function = outermost = _function_of(handler)
     while _torch.is_dynamo_disable(function):
         function = function.__wrapped__
     if _is_plain(function):
+        _readable.add(outermost)
         return True
     _note_wrapped(function)
     return False
@@ -200,21 +211,21 @@ _functions: Any = _torch.TorchDispatchMode.__enter__, _torch.TorchDispatchMode._
 _stock = _stock_enter, _stock_leave = _copy(_functions[0]), _copy(_functions[1])
 
 
-# These two run with the globals of torch's module.
+# These two run with the globals of torch's module. An import of ours takes longer than the rest.
 
 
 @skip_dynamo
 def _entering(self: Any) -> Any:
-    from viewtrack.mode_frames import enter
+    import sys
 
-    return enter(self)
+    return sys.modules["viewtrack.mode_frames"].enter(self)
 
 
 @skip_dynamo
 def _leaving(self: Any, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
-    from viewtrack.mode_frames import leave
+    import sys
 
-    return leave(self, exc_type, exc_val, exc_tb)
+    return sys.modules["viewtrack.mode_frames"].leave(self, exc_type, exc_val, exc_tb)
 
 
 class _Exchange:
