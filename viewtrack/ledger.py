@@ -10,6 +10,8 @@ A tensor without storage (sparse) is known by itself.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 import weakref
 from collections import deque
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ._torch import has_storage
+from ._torch import TensorBase, has_storage
 from .site import AtSite, Place, Site, site_at
 
 #: How many of a storage's last writes are kept in full; all of them are counted.
@@ -75,24 +77,31 @@ class Entry:
 
     Attributes:
         anchor: a weak reference to the storage.
-        count: how many writes were recorded.
         notes: what a detector (`smuggled.py`) knows of the storage; dies with it.
         pieces: the last ops that returned lists of views of it, with their places.
     """
 
-    __slots__ = ("_raw", "anchor", "count", "notes", "pieces")
+    __slots__ = ("_next_count", "_raw", "anchor", "notes", "pieces")
 
     def __init__(self, anchor: weakref.ref[Any]) -> None:
         self.anchor = anchor
-        self.count = 0
         self.notes: Any = None
         self.pieces: tuple[tuple[str, Place], ...] = ()
         self._raw: deque[tuple[_Facts, Any, int]] = deque(maxlen=WRITES_KEPT)
+        self._next_count = itertools.count(1).__next__
 
     def append(self, facts: _Facts, geometry: Any) -> None:
-        """Keep the facts of one more write."""
-        self.count = count = self.count + 1
-        self._raw.append((facts, geometry, count))
+        """Keep the facts of one more write.
+
+        Without a lock, which would take longer than all of it: a count is given out once, whatever
+        thread asks, and threads that write at once may only be kept in another order.
+        """
+        self._raw.append((facts, geometry, self._next_count()))
+
+    @property
+    def count(self) -> int:
+        """How many writes were recorded."""
+        return max((count for _, _, count in self._raw.copy()), default=0)
 
     def took_apart(self, op: str, place: Place) -> None:
         """Keep the place of an op that returned a list of views."""
@@ -107,7 +116,7 @@ class Entry:
     @property
     def writes(self) -> list[Write]:
         """The last writes, oldest first."""
-        return [_write(*raw) for raw in list(self._raw)]
+        return [_write(*raw) for raw in sorted(self._raw.copy(), key=operator.itemgetter(2))]
 
 
 def _write(facts: _Facts, geometry: Any, count: int) -> Write:
@@ -117,6 +126,9 @@ def _write(facts: _Facts, geometry: Any, count: int) -> Write:
         offset, size, stride, dtype = geometry
         region = Region(offset, tuple(size), tuple(stride), dtype.itemsize)
     return Write(op, argument, site_at(place), thread, before, after, region, count)
+
+
+_size, _stride = TensorBase.size, TensorBase.stride
 
 
 class Ledger:
@@ -158,13 +170,12 @@ class Ledger:
             # devices is not lazy, and may be asked for its storage.
             if t.is_cpu or t.is_cuda or has_storage(t):
                 entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
-                geometry = (t.storage_offset(), t.size(), t.stride(), t.dtype)
+                geometry = (t.storage_offset(), _size(t), _stride(t), t.dtype)
             else:
                 entry = self.open(t)
         except (RuntimeError, NotImplementedError):  # sparse; nested, of layout strided
             entry = self.open(t)
-        with self._lock:
-            entry.append(facts, geometry)
+        entry.append(facts, geometry)
 
     def count(self, t: torch.Tensor) -> int:
         """How many writes to t's storage are known."""

@@ -27,7 +27,7 @@ from .operands import (
 )
 from .plan import Argument, Plan
 from .recorder import Located
-from .site import Site, issued_in_handler, locate, place_of, site_at, user_frame
+from .site import Place, Site, issued_in_handler, locate, place_of, site_at, user_frame
 from .stand_in import with_a_frame
 from .steps import Step, choose, chosen
 from .undeclared_writes import Updated, note_updates
@@ -161,7 +161,10 @@ class TrackingMode(_torch.QuietMode):
         """
         counted, in_handler, user = located
         now = version(t) if not counted else was if was is None else was + 1
-        place = place_of(user, in_handler, self.level > 1)
+        if user is not None and self.level < 2:  # as `place_of`, in line
+            place: Place = (user.f_code, user.f_lasti, in_handler, ())
+        else:
+            place = place_of(user, in_handler, self.level > 1)
         facts = (plan.name, argument.name, place, self._thread, was, now)
         # `set_` writes no byte, and by now t has the storage that it was set to.
         if self.level and not plan.exchanges_storage:
