@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -59,12 +60,34 @@ class Kept:
                     yield weak.watch, part
 
 
+class Besides:
+    """What was kept of an op that writes an argument besides what it returns.
+
+    Handing that out leaves out the write. So it is handed out only where what was written is still
+    there; what the recompute has made anew (the noise of `rrelu_with_noise`) is to be written too.
+    """
+
+    __slots__ = ("_storages", "kept")
+
+    def __init__(self, kept: Any, written: list[torch.Tensor]) -> None:
+        self.kept = kept
+        self._storages = [weakref.ref(t.untyped_storage()) for t in written if is_watchable(t)]
+
+    def is_written(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are what the forward has written."""
+        given = [t.untyped_storage() for t in tensors if is_watchable(t)]
+        return len(given) == len(self._storages) and all(
+            (was := ref()) is not None and was._cdata == now._cdata
+            for ref, now in zip(self._storages, given, strict=True)
+        )
+
+
 class Cache:
     """The kept results of a region's ops.
 
     Attributes:
         entries: for each op its results, in order: a `Watch`, a `Kept` or a tensor, or a tree of
-            these; or RECOMPUTE, or CONSUMED.
+            these, or that in a `Besides`; or RECOMPUTE, or CONSUMED.
         log: the ops that ran whose results a list of ops leaves out; they have no entries.
         inputs: what the region starts from, where that is watched.
     """
@@ -135,7 +158,8 @@ class Cache:
 
     def _watches(self) -> Iterator[Watch]:
         for entries in self.entries.values():
-            for entry in _torch.tree_leaves(list(entries)):
+            plain = [e.kept if type(e) is Besides else e for e in entries]
+            for entry in _torch.tree_leaves(plain):
                 if isinstance(entry, Watch):
                     yield entry
                 elif isinstance(entry, Kept):

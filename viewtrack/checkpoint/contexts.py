@@ -29,7 +29,7 @@ from ..plan import Plan
 from ..site import place_of, user_frame
 from ..steps import on_real, step_for
 from ..watch import note_alias, watched
-from .cache import CONSUMED, RECOMPUTE, Cache, hooks_for
+from .cache import CONSUMED, RECOMPUTE, Besides, Cache, hooks_for
 from .inputs import hinted
 from .passing import (
     STEP,
@@ -43,6 +43,7 @@ from .passing import (
     settle,
     when_kept,
     without_result,
+    written_besides,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +150,9 @@ class CachingMode(_torch_guard.CachingMode):
         else:
             out = self._run_step(step, plan, op, args, kwargs)
         if saving:
-            self._entries[op].append(self._kept(plan.name, out))
+            kept = self._kept(plan.name, out)
+            written = written_besides(plan, args, kwargs)
+            self._entries[op].append(Besides(kept, written) if written else kept)
         else:
             self._log(op)
         return out
@@ -172,8 +175,10 @@ class CachingMode(_torch_guard.CachingMode):
                 self._policy, func, args, kwargs, is_recompute=False, op_output=out
             )
         if saving and not has_no_result(func):
-            name = step_for(func)[1].name if hasattr(func, "_op") else str(func)
-            self._file(func, args, self._kept(name, out))
+            plan = step_for(func)[1] if hasattr(func, "_op") else None
+            kept = self._kept(plan.name if plan is not None else str(func), out)
+            written = written_besides(plan, args, kwargs)
+            self._file(func, args, Besides(kept, written) if written else kept)
         elif POLICY_IN_FORWARD_ONLY:
             self._file(func, args, RECOMPUTE)
         if inputs is not None:
@@ -277,6 +282,9 @@ class CachedMode(_torch_guard.CachedMode):
             entry = self._find(func, key_in_cache(func, args))
         else:
             entry = self._find_in_queue(func, args, kwargs)
+        if type(entry) is Besides:
+            written = written_besides(step_for(func)[1], args, kwargs)
+            entry = entry.kept if entry.is_written(written) else RECOMPUTE
         if entry is not RECOMPUTE:
             return self.cache.take(entry)
         return self._run(func, types, args, kwargs)

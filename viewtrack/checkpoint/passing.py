@@ -18,7 +18,8 @@ from .._torch import guard as _torch_guard
 from .._torch.bindings import bindings
 from .._torch.guard import HAS_EFFECTS
 from ..mode import active
-from ..operands import is_complex
+from ..operands import is_complex, written
+from ..own_saves import OPS
 from ..plan import Plan, caches
 from ..steps import on_real, step_for
 from ..watch import note_alias, watched
@@ -105,6 +106,16 @@ def has_no_result(func: Any) -> bool:
     if op not in without_result:
         settle(func)
     return without_result[op]
+
+
+def written_besides(plan: Plan | None, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an op writes, and backward may read, besides what it returns."""
+    if plan is None:
+        return []
+    undeclared = OPS.get(plan.qualified)  # before 2.13 the schema of rrelu does not tell
+    if not plan.writes and undeclared is not None and undeclared.is_read:
+        return [args[i] for i in undeclared.positions]
+    return [t for _, t in written(plan, args, kwargs)]
 
 
 def has_effect(func: Any) -> bool:
