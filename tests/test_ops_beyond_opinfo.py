@@ -21,6 +21,18 @@ def zeros():
     return torch.zeros(4)
 
 
+def coo(x):
+    return torch.sparse_coo_tensor(torch.tensor([[0, 1, 1, 0], [0, 0, 1, 0]]), x, (2, 2))
+
+
+def observed(scale, zero_point):
+    on, low, high = torch.tensor([1]), torch.zeros(1), torch.ones(1)
+    torch.fused_moving_avg_obs_fake_quant(
+        torch.rand(4), on, on, low, high, scale.detach(), zero_point, 0.1, 0, 255, 0
+    )
+    return low, high, scale, zero_point
+
+
 CALLS = {
     "split_copy_out": lambda x: aten.split_copy.Tensor_out(torch.ones(8), 4, out=[x, zeros()]),
     "unbind_copy_out": lambda x: aten.unbind_copy.int_out(torch.ones(2, 4), 0, out=[x, zeros()]),
@@ -132,6 +144,14 @@ CALLS = {
         .values()
         .mul_(2)
     ),
+    "sparse_softmax": lambda x: torch.sparse.softmax(coo(x), 0).to_dense(),
+    "sparse_log_softmax": lambda x: torch.sparse.log_softmax(coo(x), 1).to_dense(),
+    "sparse_sparse_mm": lambda x: torch.sparse.mm(coo(x), coo(x)).to_dense(),
+    "sparse_pow": lambda x: (coo(x).coalesce().pow(2) / 2).to_dense(),
+    "csr_to_dense": lambda x: x.view(2, 2).to_sparse_csr().to_dense(),
+    "csr_to_csc": lambda x: x.view(2, 2).to_sparse_csr().to_sparse_csc().values(),
+    "csc_mm": lambda x: x.view(2, 2).to_sparse_csc() @ torch.ones(2, 2),
+    "observer": lambda x: observed(x[:1], torch.zeros(1, dtype=torch.int32)),
     "data_set": lambda x: setattr(x, "data", ones()),
     "complex": lambda x: torch.view_as_complex(x.view(2, 2)).conj().mul_(2),
     "imag": lambda x: torch.view_as_complex(x.view(2, 2)).conj().imag.add_(1),

@@ -64,16 +64,6 @@ def without_metadata(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def uncounted(out: Any, given: Any) -> Any:
-    """The outputs, each new one with a counter at nothing. Run it with ADInplaceOrView off."""
-    if isinstance(out, torch.Tensor):
-        counted = not out.is_inference() and out._version > 0 and not is_any(out, given)
-        return _detach(out) if counted else out
-    if isinstance(out, (list, tuple)):
-        return type(out)(uncounted(t, given) for t in out)
-    return out
-
-
 def tensors(out: Any) -> list[torch.Tensor]:
     """The tensors among an op's outputs."""
     if isinstance(out, torch.Tensor):
@@ -140,6 +130,22 @@ def first_tensor(args: Any) -> int | None:
 def is_complex(args: Any) -> bool:
     """Whether the first argument is a complex tensor."""
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_complex()
+
+
+def any_sparse(args: Any) -> bool:
+    """Whether there is a sparse tensor among the arguments, or in a list of them."""
+    return any(
+        isinstance(t, torch.Tensor) and t.layout in _SPARSE for t in _torch.tree_leaves(args)
+    )
+
+
+_SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
 
 
 def written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:

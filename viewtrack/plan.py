@@ -147,6 +147,16 @@ class Plan:
         """Whether nothing but values comes out of the op and nothing goes in."""
         return not (self.views or self.writes or self.may_alias_undeclared)
 
+    @property
+    def updates_beside_results(self) -> bool:
+        """Whether it is an op like batch norm, below whose Autograd kernel nothing counts.
+
+        Below that of an op which does nothing but write (`_foreach_add_`) all does.
+        """
+        if not self.is_aten or not self.writes or self.name.endswith(".out"):
+            return False
+        return self.returns > len(self.written)
+
 
 _plans: dict[Any, Plan] = {}
 

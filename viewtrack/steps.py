@@ -45,13 +45,13 @@ from .before_write import Watching, watches_reached
 from .collectives import is_counted_by_backend
 from .info import version
 from .operands import (
+    any_sparse,
     is_complex,
     is_uncounted_of_wrappers,
     is_wrapper,
     join_views,
     joinable,
     stripped,
-    uncounted,
     undeclared,
     written,
 )
@@ -120,10 +120,19 @@ def _composite(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> A
     unmarked = torch.is_inference_mode_enabled() and not plan.has_native_kernel
     if unmarked and not issued_in_handler(sys._getframe(2), plan, args)[0]:
         return _recorded(mode, plan, op, args, kwargs)
-    out = _guarded(mode, plan, op, args, kwargs)
+    out = _hidden_of_sparse(mode, plan, op, args, kwargs)
     if plan.may_alias_undeclared and not plan.views:
         _join_undeclared(mode, plan, args, kwargs, out)
     return out
+
+
+def _hidden_of_sparse(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """`_guarded`, except for an op on sparse tensors that gives no view.
+
+    Kernels resize what `_values()` gives: a view, with ADInplaceOrView on. They would give zeros.
+    """
+    run = _plain if not plan.views and any_sparse((args, kwargs)) else _guarded
+    return run(mode, plan, op, args, kwargs)
 
 
 def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -185,12 +194,10 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     before = [version(t) for _, t in writes]
     located = locate(sys._getframe(2), plan, args, kwargs)
     counted, in_handler, _ = located
-    run = _plain if counted else _recorded if _is_recorded(plan) and not in_handler else _guarded
+    run = _recorded if _is_recorded(plan) and not in_handler else _guarded
+    if counted or plan.updates_beside_results:
+        run = _plain
     out = run(mode, plan, op, args, kwargs)
-    if plan.is_aten and not plan.is_composite and plan.returns > len(plan.written):
-        # Above, the op's Autograd kernel keeps what it calls from counting on a new result
-        # (rrelu_with_noise).
-        out = uncounted(out, (*args, *kwargs.values()))
     for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
         unseen = is_uncounted_of_wrappers(plan, argument) and is_wrapper(t) and not counted
@@ -282,7 +289,7 @@ def _foreign(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any
     if _is_recorded(plan) and not issued_in_handler(sys._getframe(2), plan, args)[0]:
         out = _recorded(mode, plan, op, args, kwargs)
     else:
-        out = _guarded(mode, plan, op, args, kwargs)
+        out = _hidden_of_sparse(mode, plan, op, args, kwargs)
         join_views(plan, args, kwargs, out)
     if not plan.views:
         _join_undeclared(mode, plan, args, kwargs, out)
