@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from regions import MATMULS, aten
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from write_ways import one_process_group
 
 import viewtrack as vt
 from viewtrack import MutatedTensorError
@@ -301,3 +304,52 @@ def test_a_pair_that_parks_what_it_keeps(copies, around, check):
 
 def test_without_the_guard_such_a_pair_is_silently_wrong():
     assert not same(gradients(checkpointed(parking(False)), inplace=True), right())
+
+
+# FSDP2: parameters whose storage is emptied after forward and filled again before backward.
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    if not hasattr(torch.cpu.Stream(), "record_event"):
+        pytest.skip("FSDP2 of this torch does not run on a CPU")
+    with one_process_group(tmp_path_factory.mktemp("gloo") / "store"):
+        yield init_device_mesh("cpu", (1,))
+
+
+def sharded_losses(mesh, context_fn, inplace=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(16, inplace), Block(16, inplace))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(2, 4, 16)
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+        (loss := x.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "context_fn",
+    [
+        functools.partial(ours, MATMULS),
+        functools.partial(ours, MATMULS, check="content"),
+        functools.partial(ours, MATMULS, check_inputs=True),
+        guard(functools.partial(stock, MATMULS)),
+    ],
+    ids=["storage", "content", "inputs", "guard"],
+)
+def test_sharded_parameters(mesh, context_fn):
+    assert sharded_losses(mesh, context_fn) == sharded_losses(
+        mesh, functools.partial(stock, MATMULS)
+    )
+    with pytest.raises(MutatedTensorError) as caught:
+        sharded_losses(mesh, context_fn, inplace=True)
+    assert names_the_line(caught.value)
