@@ -1,6 +1,7 @@
 """Ops of a region that are not kept: what passes them on must not be seen in anything but time."""
 
 import functools
+import gc
 import traceback
 
 import pytest
@@ -169,6 +170,9 @@ def test_an_error_of_an_op_comes_alone():
             ).backward()
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
     assert len(times) == 3  # in the recompute, and then in the forward
+    # Torch 2.6 leaves a region's contexts, where its forward raises, when the error is freed.
+    del caught
+    gc.collect()
 
 
 @pytest.mark.skipif(not POLICY_IN_FORWARD_ONLY, reason="older torch asks in the recompute too")
