@@ -246,6 +246,20 @@ def kept(x, case):
     return y, leaves(mode.kept[0])
 
 
+@vt.tracked
+class OnTracked(On):
+    __torch_dispatch__ = On.__torch_dispatch__
+
+
+def kept_by_tracked(x, case):
+    with vt.track(views="full"), OnTracked(MUL, case.view) as mode:
+        y = x * 2
+    return y, leaves(mode.kept[0])
+
+
+each_way = pytest.mark.parametrize("keep", [kept, kept_by_tracked])
+
+
 def facts(t, base):
     return {
         "type": type(t),
@@ -272,23 +286,25 @@ def history(node):
     return names
 
 
+@each_way
 @pytest.mark.parametrize("requires_grad", [True, False])
 @by_name(CASES)
-def test_kept_view_is_what_the_call_gives_above(case, requires_grad):
+def test_kept_view_is_what_the_call_gives_above(case, requires_grad, keep):
     x = given(case, requires_grad)
-    y, views = kept(x, case)
+    y, views = keep(x, case)
     base, stock = natively(x, case)
     assert [facts(t, y) for t in views] == [facts(t, base) for t in stock]
     assert list(map(values, views)) == list(map(values, stock))
     assert y._version == base._version == 0
 
 
+@each_way
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize(("name", "make", "view"), LAYOUTS, ids=[name for name, _, _ in LAYOUTS])
-def test_kept_view_in_other_layouts(name, make, view, requires_grad):
+def test_kept_view_in_other_layouts(name, make, view, requires_grad, keep):
     case = Case(name, (), view)
     x = make().requires_grad_(requires_grad)
-    y, views = kept(x, case)
+    y, views = keep(x, case)
     base, stock = natively(x, case)
     assert [facts(t, y) for t in views] == [facts(t, base) for t in stock]
 
@@ -318,9 +334,10 @@ def write_under_no_grad(y, views):
         return write_both(y, views)
 
 
+@each_way
 @pytest.mark.parametrize("write", [write_base, write_views, write_both, write_under_no_grad])
 @by_name(CASES)
-def test_values_and_gradients_after_writes(case, write):
+def test_values_and_gradients_after_writes(case, write, keep):
     def outcome(make):
         x = given(case, requires_grad=True)
         y, views = make(x, case)
@@ -339,12 +356,13 @@ def test_values_and_gradients_after_writes(case, write):
             [g.tolist() for g in grads] if isinstance(grads, tuple) else grads,
         )
 
-    assert outcome(kept) == outcome(natively)
+    assert outcome(keep) == outcome(natively)
 
 
+@each_way
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @by_name(without("broadcast_tensors", "unsafe_chunk"))
-def test_what_is_kept_in_other_grad_modes(case, mode):
+def test_what_is_kept_in_other_grad_modes(case, mode, keep):
     """The handler switches the mode on: what it is called for is recorded, its views are not."""
 
     def view(t):
@@ -353,14 +371,15 @@ def test_what_is_kept_in_other_grad_modes(case, mode):
 
     x = given(case, requires_grad=True)
     other = dataclasses.replace(case, view=view)
-    (y, views), (base, stock) = kept(x, other), natively(x, other)
+    (y, views), (base, stock) = keep(x, other), natively(x, other)
     assert [facts(t, y) for t in views] == [facts(t, base) for t in stock]
     assert write_views(y, views) == write_views(base, stock)
 
 
+@each_way
 # The pieces of `unsafe_chunk` are no views, and are marked before there is a tangent.
 @by_name(without("unsafe_chunk", "_test_autograd_multiple_dispatch_view"))
-def test_tangents(case):
+def test_tangents(case, keep):
     def outcome(make):
         with forward_ad.dual_level():
             x = forward_ad.make_dual(given(case, False), given(case, False).sin())
@@ -369,7 +388,7 @@ def test_tangents(case):
             said = write_both(y, views)
             return before, said, [attempt(lambda t=t: tangent(t)) for t in (y, *views)]
 
-    assert outcome(kept) == outcome(natively)
+    assert outcome(keep) == outcome(natively)
 
 
 def tangent(t):

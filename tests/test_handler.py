@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import pytest
@@ -437,6 +438,25 @@ def test_bare_handler_may_take_what_comes():
     with Mode():
         x.add_(1)
     assert x._version == 1
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, vt.track])
+def test_what_it_writes_beside_an_op_that_is_recorded_counts_once(around):
+    lib = torch.library.Library("vt_handler", "FRAGMENT")
+    lib.define("head(Tensor(a) x) -> Tensor(a)")
+    lib.impl("head", lambda x: x[:1], "CPU")
+    other = torch.zeros(2)
+
+    def then(func, args, kwargs):
+        if func is torch.ops.vt_handler.head.default:
+            other.add_(1)
+        return func(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True) * 1
+    with around(), _class_mode(lambda mode, *call: then(*call)):
+        torch.ops.vt_handler.head(x).mul_(3)
+    assert (other._version, x._version, x.grad_fn.name()) == (1, 1, "torch::autograd::CopySlices")
+    lib._destroy()
 
 
 def test_in_a_higher_order_op_and_in_compiled_code():

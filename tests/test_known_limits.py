@@ -330,3 +330,32 @@ def _succeeds(fn):
     except Exception:
         return False
     return True
+
+
+def _kept_piece(op):
+    class Keep(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                self.kept = op(out)
+            return out
+
+    return Keep
+
+
+@limit
+def test_a_kept_piece_of_a_library_op_is_not_written():
+    lib = torch.library.Library("vtlimits", "FRAGMENT")
+    lib.define("halves(Tensor(a) x) -> Tensor(a)[]")
+    lib.impl("halves", lambda x: list(x.split(2)), "CPU")
+    x = torch.ones(4, requires_grad=True)
+    with vt.track(views="full"), _kept_piece(lambda t: torch.ops.vtlimits.halves(t)[0])() as mode:
+        x * 2
+    assert not _succeeds(lambda: mode.kept.mul_(3))
+
+
+@limit
+def test_what_a_tracked_handler_keeps_has_a_history_at_once():
+    with vt.tracked(_kept_piece(lambda t: t[1:]))() as mode:
+        torch.ones(4, requires_grad=True) * 2
+    assert mode.kept.grad_fn is not None

@@ -253,22 +253,51 @@ def test_library_ops_are_as_on_stock_torch(fn, variant):
     assert compare_below(fn, (leaf(),), variant=variant) == []
 
 
+class _Inside(NoOp):
+    """A mode inside of a tracker."""
+
+    views = "version"
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = vt.track(views=self.views)
+
+    def __enter__(self):
+        self.tracker.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        self.tracker.__exit__(*exc)
+
+
+class _InsideFull(_Inside):
+    views = "full"
+
+
+@vt.tracked
+class _Tracked(NoOp):
+    __torch_dispatch__ = NoOp.__torch_dispatch__
+
+
+HANDLERS = {"inside": _Inside, "inside full": _InsideFull, "tracked": _Tracked}
+
+
+@pytest.mark.parametrize("mode", HANDLERS.values(), ids=HANDLERS.keys())
 @pytest.mark.parametrize(("fn", "variant"), LIBRARY_OPS.values(), ids=LIBRARY_OPS.keys())
-def test_library_ops_in_a_mode_inside_track(fn, variant):
-    class Inside(NoOp):
-        def __init__(self):
-            super().__init__()
-            self.tracker = vt.track()
+def test_library_ops_in_a_mode_that_passes_them_on(fn, variant, mode):
+    assert compare(fn, (leaf(),), under=mode, variant=variant) == []
 
-        def __enter__(self):
-            self.tracker.__enter__()
-            return super().__enter__()
 
-        def __exit__(self, *exc):
-            super().__exit__(*exc)
-            self.tracker.__exit__(*exc)
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", HANDLERS.values(), ids=HANDLERS.keys())
+@pytest.mark.parametrize(("fn", "variant"), LIBRARY_OPS.values(), ids=LIBRARY_OPS.keys())
+def test_library_ops_in_a_mode_in_other_grad_modes(fn, variant, mode, guard):
+    def guarded(x):
+        with guard():
+            return fn(x)
 
-    assert compare(fn, (leaf(),), under=Inside, variant=variant) == []
+    assert compare(guarded, (leaf(),), under=mode, variant=variant) == []
 
 
 def lstsq_gradient(x):

@@ -184,7 +184,8 @@ class FullViews:
     def handed_back(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """What a handler returned, as the kernel above takes it."""
         given = list(tensors((args, kwargs)))
-        refuses = isinstance(func, _torch.OpOverload) and bool(plan_of(func).views)
+        plan = plan_of(func) if isinstance(func, _torch.OpOverload) else None
+        refuses = plan is not None and bool(plan.views) and plan.has_native_kernel
         return self._exchanged(out, given, refuses)
 
     def _exchanged(self, value: Any, given: list[torch.Tensor], refuses: bool) -> Any:

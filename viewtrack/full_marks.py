@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,34 @@ def mark(call: Call, views: dict[int, torch.Tensor], *, moved: bool) -> None:
         moved: whether sizes, strides or storage of them, or of what they view, were changed since.
     """
     plan = plan_of(call.func)
+    _drop_early_marks(views.values())
+    _take_histories(call, views, plan)
     # Some may point elsewhere by now, by `set_` or `.data =`, or be marked by somebody else.
     views = {i: t for i, t in views.items() if _is_free(t) and _base_of(t, call, plan) is not None}
     done = _mark_natively(call, views, plan) if views and not moved else ()
     for i, t in views.items():
         if i not in done:
             mark_as_view(t, _base_of(t, call, plan))  # type: ignore[arg-type]
+
+
+def _drop_early_marks(views: Iterable[torch.Tensor]) -> None:
+    """Make those bare whose base was marked as a view after they were.
+
+    In a `tracked` handler native kernels mark views at once, but none marks what a composite op
+    returns. What is then a view of that would not reach the base of it.
+    """
+    for t in views:
+        base = t._base
+        if base is not None and base._is_view():
+            _torch.as_view_version_only(t, base)
+
+
+def _take_histories(call: Call, views: dict[int, torch.Tensor], plan: Plan) -> None:
+    """Give those of `views` a grad_fn that were marked when their base had none."""
+    late = {i: t for i, t in views.items() if t._is_view() and t.requires_grad and not t.grad_fn}
+    if late and torch.is_grad_enabled():
+        with _torch.recording_only():
+            _mark_natively(call, late, plan)
 
 
 def _mark_natively(call: Call, views: dict[int, torch.Tensor], plan: Plan) -> Container[int]:

@@ -38,11 +38,12 @@ from ._torch import (
 from ._torch.dynamo import is_tracing, skip_dynamo
 from ._torch.guard import no_torch_dispatch
 from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
+from .handler_signature import check_signature, takes_func_first
 from .info import version
-from .operands import is_uncounted_of_wrappers, is_wrapper
+from .operands import is_uncounted_of_wrappers, is_wrapper, only_plain
 from .operands import written as writes_of
-from .plan import Plan, plan_of
-from .site import locate
+from .plan import Plan, caches, plan_of
+from .site import issued_in_handler, locate
 
 T = TypeVar("T")
 Handler = Callable[..., Any]
@@ -84,7 +85,7 @@ def tracked(target: T) -> T:
             f"tracked: expected a class with a `{_NAME}` or a handler, "
             f"got {type(target).__name__} {target!r}"
         )
-    return _tracked(target, not _takes_func_first(target))  # type: ignore[return-value]
+    return _tracked(target, not takes_func_first(target))  # type: ignore[return-value]
 
 
 # Torch's own, which no op gets through.
@@ -135,20 +136,8 @@ def _undisabled(handler: Any) -> Any:
 
 
 def _tracked(handler: Handler, takes_owner: bool) -> Handler:
-    _check_signature(handler, takes_owner)
+    check_signature(handler, takes_owner)
     return (_tracked_method if takes_owner else _tracked_function)(handler)
-
-
-def _check_signature(handler: Handler, takes_owner: bool) -> None:
-    signature = inspect.signature(handler, follow_wrapped=False)
-    try:
-        signature.bind(*[None] * (5 if takes_owner else 4))
-    except TypeError:
-        name = getattr(handler, "__qualname__", type(handler).__qualname__)
-        raise TypeError(
-            f"tracked: `{name}` takes `{signature}`, and cannot be a handler; give it the "
-            f"parameters `({'self, ' if takes_owner else ''}func, types, args=(), kwargs=None)`"
-        ) from None
 
 
 def _tracked_function(handler: Handler) -> Handler:
@@ -183,6 +172,8 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
         try:
             written, views, plan = _facts[func._op]
         except (KeyError, AttributeError):
+            if _is_recorded(_getframe(depth), func, types, args):
+                return _recorded(owner, func, types, args, kwargs, handler)
             written, views, plan = _facts_of(func)
         if written is not None:
             try:
@@ -201,21 +192,14 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
                     set_versions([t], [now - 1])
         finally:
             set_excluded(ADINPLACEORVIEW, True)
-        if views and not mode_stack_len():
-            if type(out) is Tensor and out._is_view():
+        if views:
+            if type(out) is Tensor and out._is_view() and not mode_stack_len():
                 return _detach(out)
-            if type(out) is list and _all_views(out):
-                return [*map(_detach, out)]
-        elif not views and (out is t or (type(out) is Tensor and not out._is_view())):
+        elif out is t or (type(out) is Tensor and not out._is_view()):
             return out
         return _handed_up(out, plan, args, kwargs)
 
     return skip_dynamo(tracked_handler)
-
-
-def _takes_func_first(handler: Handler) -> bool:
-    names = list(inspect.signature(handler).parameters)
-    return bool(names) and names[0] not in ("self", "cls") and len(names) < 5
 
 
 # ------------------------------------------------------------------------------ what an op does
@@ -227,6 +211,7 @@ _SEVERAL = sys.maxsize  # no index: it writes several, or one that is passed by 
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
 _facts: dict[Any, _Facts] = {}
+caches.append(_facts)
 
 
 def _facts_of(func: Any) -> _Facts:
@@ -239,8 +224,23 @@ def _facts_of(func: Any) -> _Facts:
     elif any(is_uncounted_of_wrappers(plan, a) for a in plan.writes):
         written = _SEVERAL
     views = bool(plan.views) and plan.has_native_kernel and not plan.is_composite
-    facts = _facts[func._op] = written, views, plan
+    facts = written, views, plan
+    if not plan.is_recorded_inside:  # of such a one it is asked each time where it comes from
+        _facts[func._op] = facts
     return facts
+
+
+def _is_recorded(frame: FrameType, func: Any, types: Any, args: Any) -> bool:
+    """Whether autograd would record what the kernel of an op of someone else's calls.
+
+    It does so if the op comes from above autograd, but for the mode whose handler runs.
+    """
+    return (
+        isinstance(func, _torch.OpOverload)
+        and (plan := plan_of(func)).is_recorded_inside
+        and only_plain(types)
+        and not issued_in_handler(frame, plan, args)[0]
+    )
 
 
 def _is_counted_above(plan: Plan) -> bool:
@@ -295,6 +295,21 @@ def _is_counted(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> 
     return True
 
 
+def _above_autograd() -> Callable[..., Any]:
+    # Of this name and signature for who looks for handlers among the frames, as in `_with_owner`.
+    def tracked_handler(
+        owner: Any, func: Any, types: Any, args: Any, kwargs: Any, handler: Handler
+    ) -> Any:
+        inference = torch.is_inference_mode_enabled()  # there is no autograd to be above of
+        with _torch.inplace_or_view() if inference else _torch.above_autograd():
+            return handler(owner, func, types, args, kwargs)
+
+    return skip_dynamo(tracked_handler)
+
+
+_recorded = _above_autograd()
+
+
 _detach = TensorBase.detach
 _getframe = sys._getframe
 
@@ -307,6 +322,9 @@ def _all_views(values: list[Any]) -> bool:
 
 
 def _handed_up(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
+    plain = plan is not None and plan.views and type(out) is list and _all_views(out)
+    if plain and not mode_stack_len():
+        return [*map(_detach, out)]
     with _torch.inplace_or_view():
         return _accepted(out, plan, args, kwargs)
 

@@ -157,6 +157,13 @@ class Plan:
             return False
         return self.returns > len(self.written)
 
+    @property
+    def is_recorded_inside(self) -> bool:
+        """Whether autograd records what the op's kernel calls, for want of an Autograd kernel."""
+        return not (
+            self.is_aten or self.is_composite or self.has_native_kernel or self.has_autograd_kernel
+        )
+
 
 _plans: dict[Any, Plan] = {}
 

@@ -194,7 +194,7 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     before = [version(t) for _, t in writes]
     located = locate(sys._getframe(2), plan, args, kwargs)
     counted, in_handler, _ = located
-    run = _recorded if _is_recorded(plan) and not in_handler else _guarded
+    run = _recorded if plan.is_recorded_inside and not in_handler else _guarded
     if counted or plan.updates_beside_results:
         run = _plain
     out = run(mode, plan, op, args, kwargs)
@@ -232,7 +232,7 @@ def _functional_collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwarg
     take that for a write to the result: a cache has it already.
     """
     if (
-        _is_recorded(plan)
+        plan.is_recorded_inside
         and not torch.is_inference_mode_enabled()
         and not issued_in_handler(sys._getframe(2), plan, args)[0]
     ):
@@ -286,7 +286,7 @@ def _join_undeclared(mode: Recorder, plan: Plan, args: Any, kwargs: Any, out: An
 
 def _foreign(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """An op of someone else's that does not write, and has no ADInplaceOrView kernel."""
-    if _is_recorded(plan) and not issued_in_handler(sys._getframe(2), plan, args)[0]:
+    if plan.is_recorded_inside and not issued_in_handler(sys._getframe(2), plan, args)[0]:
         out = _recorded(mode, plan, op, args, kwargs)
     else:
         out = _hidden_of_sparse(mode, plan, op, args, kwargs)
@@ -294,13 +294,6 @@ def _foreign(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any
     if not plan.views:
         _join_undeclared(mode, plan, args, kwargs, out)
     return out
-
-
-def _is_recorded(plan: Plan) -> bool:
-    """Whether autograd records what the op's kernel calls, for want of an Autograd kernel."""
-    return not (
-        plan.is_aten or plan.is_composite or plan.has_native_kernel or plan.has_autograd_kernel
-    )
 
 
 def _recorded(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:

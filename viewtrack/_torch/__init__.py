@@ -133,6 +133,11 @@ def above_autograd() -> AbstractContextManager[None]:
     return _exclusion(_NONE, _BELOW_AUTOGRAD)
 
 
+def recording_only() -> AbstractContextManager[None]:
+    """Dispatch inside as user code does, but mark no view: for what is one already."""
+    return _exclusion(_ADINPLACEORVIEW, _BELOW_AUTOGRAD)
+
+
 def _exclusion(add: Any, remove: Any) -> AbstractContextManager[None]:
     """Change what is excluded by one guard; one call for each key would take six times as long."""
     exclude = (_C._dispatch_tls_local_exclude_set() - remove) | add
@@ -263,7 +268,7 @@ def set_tangent(t: torch.Tensor, tangent: torch.Tensor) -> None:
     Relies on the Autograd kernel of _make_dual; its ADInplaceOrView kernel must not run, since t
     may carry metadata.
     """
-    with _exclusion(_ADINPLACEORVIEW, _BELOW_AUTOGRAD):
+    with recording_only():
         answering(_MAKE_DUAL, t, _MAKE_DUAL, t, tangent, 0)
 
 
@@ -273,7 +278,7 @@ def take_history(t: torch.Tensor, out: torch.Tensor) -> None:
     Relies on the Autograd kernel of alias, whose ``set_history`` keeps t's view metadata and counts
     the grad_fn as fresh; its ADInplaceOrView kernel must not run, since t is a view already.
     """
-    with _exclusion(_ADINPLACEORVIEW, _BELOW_AUTOGRAD):
+    with recording_only():
         answering(_ALIAS, t, _ALIAS, out)
 
 
