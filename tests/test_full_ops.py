@@ -203,6 +203,7 @@ APART = {
     "_nested_view_from_jagged": "in test_nested.py",
     "_sparse_broadcast_to": "makes new indices",
     "_unpack_dual": "for forward AD",
+    "align_to.ellipsis_idx": "for tensors with names",
     "coalesce": "returns its argument where that is coalesced",
 }
 
