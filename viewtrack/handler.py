@@ -40,6 +40,7 @@ from ._torch.guard import no_torch_dispatch
 from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
 from .handler_signature import check_signature, takes_func_first
 from .info import version
+from .key_off import begins_sparse, wants_key_off
 from .operands import is_uncounted_of_wrappers, is_wrapper, only_plain
 from .operands import written as writes_of
 from .plan import Plan, caches, plan_of
@@ -170,17 +171,17 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
             return handler(owner, func, types, args, kwargs)
         t = None
         try:
-            written, views, plan = _facts[func._op]
+            written, views, plan, off = _facts[func._op]
         except (KeyError, AttributeError):
             if _is_recorded(_getframe(depth), func, types, args):
                 return _recorded(owner, func, types, args, kwargs, handler)
-            written, views, plan = _facts_of(func)
+            written, views, plan, off = _facts_of(func)
         if written is not None:
             try:
                 was = (t := args[written])._version
             except (IndexError, RuntimeError):  # several, or by name; an inference tensor
-                was = _noted(plan, types, args, kwargs)
-        set_excluded(ADINPLACEORVIEW, False)
+                t, was = None, _noted(plan, types, args, kwargs)
+        set_excluded(ADINPLACEORVIEW, begins_sparse(args) if off is None else off)
         try:
             out = handler(owner, func, types, args, kwargs)
             if written is not None:
@@ -205,8 +206,9 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:  # noqa: C901
 # ------------------------------------------------------------------------------ what an op does
 
 # The index of the one argument that it writes, and that a kernel above counts; None if there is
-# nothing to count; whether its outputs are views that a kernel above marks; its plan.
-_Facts = tuple[int | None, bool, Any]
+# nothing to count; whether its outputs are views that a kernel above marks; its plan; whether its
+# kernel wants ADInplaceOrView off, None if so for sparse tensors.
+_Facts = tuple[int | None, bool, Any, bool | None]
 _SEVERAL = sys.maxsize  # no index: it writes several, or one that is passed by name
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
@@ -216,7 +218,7 @@ caches.append(_facts)
 
 def _facts_of(func: Any) -> _Facts:
     if not isinstance(func, _torch.OpOverload):  # a higher-order operator
-        return None, False, None
+        return None, False, None, False
     plan = plan_of(func)
     written = None
     if plan.writes and plan.has_native_kernel and not plan.is_composite:
@@ -224,7 +226,7 @@ def _facts_of(func: Any) -> _Facts:
     elif any(is_uncounted_of_wrappers(plan, a) for a in plan.writes):
         written = _SEVERAL
     views = bool(plan.views) and plan.has_native_kernel and not plan.is_composite
-    facts = written, views, plan
+    facts = written, views, plan, wants_key_off(plan)
     if not plan.is_recorded_inside:  # of such a one it is asked each time where it comes from
         _facts[func._op] = facts
     return facts
@@ -335,7 +337,7 @@ def _accepted(out: Any, plan: Plan | None, args: Any, kwargs: Any) -> Any:
         return out
     if isinstance(out, torch.Tensor):
         if _is_any(out, (args, kwargs)):
-            return _alias(out) if plan.views else out
+            return _alias(out) if plan.views and not plan.is_composite else out
         if not plan.views and _is_part(out, args):
             return out
         return _alias(out) if out._is_view() or (plan.views and out.requires_grad) else out

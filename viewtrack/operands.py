@@ -134,9 +134,12 @@ def is_complex(args: Any) -> bool:
 
 def any_sparse(args: Any) -> bool:
     """Whether there is a sparse tensor among the arguments, or in a list of them."""
-    return any(
-        isinstance(t, torch.Tensor) and t.layout in _SPARSE for t in _torch.tree_leaves(args)
-    )
+    return any(isinstance(t, torch.Tensor) and is_sparse(t) for t in _torch.tree_leaves(args))
+
+
+def is_sparse(t: torch.Tensor) -> bool:
+    """Whether t is of a sparse layout, COO or compressed."""
+    return t.layout in _SPARSE
 
 
 _SPARSE = {
