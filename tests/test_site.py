@@ -38,6 +38,24 @@ def test_user_files_are_those_outside_of_torch_and_viewtrack():
     assert not is_user_file(torch.nn.functional.__file__)
     assert not is_user_file(vt.mode.__file__)
     assert not is_user_file(str(Path(vt.__file__).parent / "cli" / "made_up.py"))
+    assert not is_user_file("<eval_with_key>.7 from /some/where/model.py:3 in forward")
+    assert not is_user_file("/tmp/torchinductor_me/ab/cabc.py")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_of_a_write_in_compiled_code_the_compiled_function_is_told(backend):
+    """And not a line of what the compiler wrote."""
+
+    @torch.compile(backend=backend)
+    def compiled(x):
+        x.mul_(3)
+
+    x = torch.ones(3)
+    for _ in range(2):
+        with vt.track():
+            compiled(x)
+        write = ledger.writes(x)[-1]
+        assert (write.filename, write.function) == (__file__, "compiled")
     assert not is_user_file("<frozen importlib._bootstrap>")
 
 

@@ -92,13 +92,17 @@ class AtSite:
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file belongs neither to torch nor to viewtrack, nor holds mere wrappers."""
+    """Whether a file belongs neither to torch nor to viewtrack, nor holds mere wrappers.
+
+    What a compiler has written is torch's: of a compiled function its own line is known.
+    """
     known = _user_file.get(filename)
     if known is None:
         path = filename if filename.startswith("<") else os.path.abspath(filename)
         folder, name = os.path.split(path)
         known = _user_file[filename] = not (
-            path.startswith((_OWN, _TORCH, "<frozen"))
+            path.startswith((_OWN, _TORCH, "<frozen", "<eval_with_key>"))
+            or f"{os.sep}torchinductor_" in path
             or (name in _WRAPPERS and folder in (_LIBRARY, os.path.dirname(_TORCH[:-1])))
         )
     return known

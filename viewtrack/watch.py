@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._torch.dynamo import skip_dynamo
 from .aliasing import shape_of
 from .fingerprint import fingerprint, same_bytes
 from .info import version
@@ -118,6 +119,7 @@ class Watch:
         others = watched.get(key)
         watched[key] = (weakref.ref(self),) if others is None else (*others, weakref.ref(self))
 
+    @skip_dynamo
     def __del__(self) -> None:
         self.release()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ._torch import guard as _torch_guard
+from ._torch.dynamo import skip_dynamo
 from .ledger import key_of
 from .site import Place
 from .watch import Watch
@@ -46,15 +47,7 @@ class WeakWatch:
         died: Callable[[WeakWatch], None] | None = None,
     ) -> None:
         self.watch = make(t, op, place, content=content, counter=_torch_guard.counter_of(t))
-        own = weakref.ref(self)  # the storage must not keep its watch, nor what the watch is in
-
-        def storage_died(_: Any) -> None:
-            if (weak := own()) is not None:
-                weak.watch.release()
-                if died is not None:
-                    died(weak)
-
-        self._anchor = weakref.ref(t.untyped_storage(), storage_died)
+        self._anchor = weakref.ref(t.untyped_storage(), _StorageDied(self, died))
 
     def is_on(self, t: torch.Tensor) -> bool:
         """Whether t lies in the storage that is watched."""
@@ -64,6 +57,23 @@ class WeakWatch:
     def release(self) -> None:
         """Stop watching."""
         self.watch.release()
+
+
+class _StorageDied:
+    """Called when a storage dies. It must not keep the watch, nor what the watch is in."""
+
+    __slots__ = ("_died", "_weak")
+
+    def __init__(self, weak: WeakWatch, died: Callable[[WeakWatch], None] | None) -> None:
+        self._weak = weakref.ref(weak)
+        self._died = died
+
+    @skip_dynamo
+    def __call__(self, _: Any) -> None:
+        if (weak := self._weak()) is not None:
+            weak.watch.release()
+            if self._died is not None:
+                self._died(weak)
 
 
 def is_watchable(t: Any) -> bool:

@@ -16,23 +16,24 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .quiet_mode import QuietMode, is_dynamo_disable
 
 __all__ = [
     "CreationMeta",
     "DispatchKey",
     "HigherOrderOperator",
     "OpOverload",
+    "QuietMode",
     "TensorBase",
     "TorchDispatchMode",
+    "is_dynamo_disable",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
@@ -166,36 +167,6 @@ def pop_mode() -> Any:
 
 mode_stack_len: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many user modes are on this thread's stack; in a handler its own mode does not count."""
-
-
-class QuietMode(TorchDispatchMode):
-    """A mode whose handler torch does not wrap.
-
-    From 2.13 on torch wraps every handler in a dynamo-disable that costs 0.8 microseconds a call
-    and imports torch._dynamo at the first op, unless `_should_skip_dynamo` says no.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def is_dynamo_disable(function: Any) -> bool:
-    """Whether it is torch's dynamo-disable around another function, its ``__wrapped__``."""
-    return getattr(function, "__code__", None) is _DISABLE_CODE
-
-
-_DISABLE_CODE = torch._disable_dynamo(lambda: None).__code__  # type: ignore[attr-defined]
 
 
 class _Answer(QuietMode):
