@@ -359,3 +359,20 @@ def test_what_a_tracked_handler_keeps_has_a_history_at_once():
     with vt.tracked(_kept_piece(lambda t: t[1:]))() as mode:
         torch.ones(4, requires_grad=True) * 2
     assert mode.kept.grad_fn is not None
+
+
+@limit
+def test_what_was_kept_before_the_base_is_detached_keeps_its_gradient():
+    with vt.track(views="full"), _kept_piece(lambda t: t[1:])() as mode:
+        y = torch.ones(4, requires_grad=True) * 2
+        y.detach_()
+    assert mode.kept.requires_grad
+
+
+@limit
+def test_a_whole_graph_takes_what_was_never_asked_before():
+    with vt.track(views="full"):
+        with _kept_piece(lambda t: t[1:])() as mode:
+            torch.ones(4, requires_grad=True) * 2
+        fn = torch.compile(torch.sin, backend="eager", fullgraph=True)
+        assert _succeeds(lambda: fn(mode.kept))

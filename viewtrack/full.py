@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._torch.dynamo import break_graph
 from .full_marks import Call, mark, tensors
 from .plan import Plan, caches, plan_of
 from .view_fn import replaying
@@ -45,12 +46,18 @@ class _Kept(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in _torch.tree_leaves((args, kwargs)):
-            if type(t) is _Kept:
-                for views in list(_everywhere):
-                    views.settle()
-                _lend(t, torch.Tensor)
+        _asked(args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+@break_graph  # dynamo would trace what native code is made to do, with fake tensors
+def _asked(args: Any, kwargs: Any) -> None:
+    """Mark the views among the arguments of a call."""
+    for t in tensors((args, kwargs)):
+        if type(t) is _Kept:
+            for views in list(_everywhere):
+                views.settle()
+            _lend(t, torch.Tensor)
 
 
 @dataclass(slots=True)

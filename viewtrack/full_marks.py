@@ -13,8 +13,8 @@ as_strided, which gives the same gradients.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -196,7 +196,7 @@ def _native(part: Call, t: torch.Tensor, plan: Plan) -> Call:
 
 def _with(views: dict[int, torch.Tensor], out: Any) -> Any:
     """What an op returned, with `views` in place of some of it, and nothing that has metadata."""
-    places = iter(range(sys.maxsize))
+    places = itertools.count()
 
     def exchanged(t: torch.Tensor) -> torch.Tensor:
         view = views.get(next(places))
