@@ -386,7 +386,7 @@ def test_a_mode_that_was_left_is_freed_at_once():
 def test_what_is_known_of_functions_goes_with_them():
     def known():
         gc.collect()
-        return len(mode_frames._wrapped), len(mode_frames._known_plain)
+        return len(mode_frames.wrapped), len(mode_frames._known_plain)
 
     def run(number):
         names: dict[str, Any] = {}

@@ -19,23 +19,24 @@ class _State(threading.local):
     ids: frozenset[int] = frozenset()
 
 
-_state = _State()
+state = _State()
+"""`ids`: of the tensors; mostly there are none."""
 
 
 @contextmanager
 def counting(tensors: Iterable[Any]) -> Iterator[None]:
     """Say of what is written inside to any of `tensors` that it is counted above."""
-    was = _state.ids
-    _state.ids = frozenset(map(id, tensors))
+    was = state.ids
+    state.ids = frozenset(map(id, tensors))
     try:
         yield
     finally:
-        _state.ids = was
+        state.ids = was
 
 
 def is_counted(plan: Plan, args: Any, kwargs: Any) -> bool:
     """Whether all that an op writes is counted above."""
-    ids = _state.ids
+    ids = state.ids
     if not ids:
         return False
     written = [t for a in plan.writes for t in a.tensors(args, kwargs)]

@@ -41,6 +41,7 @@ from .anchors import anchors, drop_anchor, handler_names, weigh_anchor
 from .handler_signature import check_signature, takes_func_first
 from .info import version
 from .key_off import begins_sparse, wants_key_off
+from .one_count import HERE, TAKE
 from .operands import is_uncounted_of_wrappers, is_wrapper, only_plain
 from .operands import written as writes_of
 from .plan import Plan, caches, plan_of
@@ -292,7 +293,7 @@ def _is_counted(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> 
     walked = frame
     while walked is not None and walked not in anchors:
         if walked.f_code.co_name in handler_names:
-            return locate(frame, plan, args, kwargs)[0]
+            return locate(frame, plan, args, kwargs, TAKE)[0] != HERE
         walked = walked.f_back
     return True
 

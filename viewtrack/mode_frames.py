@@ -141,7 +141,8 @@ def _can_be_read(mode: Any, handler: Any) -> bool:
     return False
 
 
-_wrapped: dict[int, weakref.ref[CodeType]] = {}  # by the id of the code
+wrapped: dict[int, weakref.ref[CodeType]] = {}
+"""Functions that only a frame of ours above can stand for, by the ids of their code."""
 
 
 def _note_wrapped(function: Any) -> None:
@@ -149,16 +150,16 @@ def _note_wrapped(function: Any) -> None:
     while (function := getattr(function, "__wrapped__", None)) is not None:
         code = getattr(function, "__code__", None)
         if code is not None and code.co_name in handler_names and not _is_plain(function):
-            _wrapped[id(code)] = weakref.ref(code, functools.partial(_forget, id(code)))
+            wrapped[id(code)] = weakref.ref(code, functools.partial(_forget, id(code)))
 
 
 def _forget(key: int, _: Any) -> None:
-    _wrapped.pop(key, None)
+    wrapped.pop(key, None)
 
 
 def has_one_above(frame: FrameType) -> bool:
     """Whether the function in `frame` is one that decorators of a mode's handler call."""
-    if id(frame.f_code) not in _wrapped:
+    if id(frame.f_code) not in wrapped:
         return False
     above = frame.f_back
     while above is not None and above.f_code.co_name not in handler_names:

@@ -8,7 +8,7 @@ from .before_write import Watching
 from .plan import Argument, Plan
 from .undeclared_writes import Updated
 
-Located = tuple[bool, bool, Any]
+Located = tuple[int, bool, Any]
 """What `site.locate` returns."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -24,8 +25,10 @@ from . import _torch
 from .anchors import anchors, handler_names
 from .by_hand import caller_of, is_by_hand
 from .counted_above import is_counted
+from .counted_above import state as above_here
 from .mode_frames import CODE as MODE_FRAME
-from .mode_frames import has_one_above
+from .mode_frames import has_one_above, wrapped
+from .one_count import ABOVE, AS_THE_ONE_BY_ALIAS, ASK, HERE, TAKE, count, originals, settle
 from .plan import Plan, plan_of
 from .stand_in import CODE as SUBCLASS_FRAME
 
@@ -109,8 +112,13 @@ def is_user_file(filename: str) -> bool:
 
 
 def locate(
-    frame: FrameType | None, plan: Plan, args: Any, kwargs: Any
-) -> tuple[bool, bool, FrameType | None]:
+    frame: FrameType | None,
+    plan: Plan,
+    args: Any,
+    kwargs: Any,
+    what: int = ASK,
+    written: Sequence[Any] = (),
+) -> tuple[int, bool, FrameType | None]:
     """Walk up from `frame`, the caller of a handler of ours.
 
     Args:
@@ -118,36 +126,68 @@ def locate(
         plan: the plan of the op that reached the handler.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        what: what is to be done about the one write that a kernel counts (`one_count.py`).
+        written: what is written, if not all that the op writes.
 
     Returns:
-        Whether an ADInplaceOrView kernel above counts the write; whether a handler further up
-        issued the op, rather than passed it on from above autograd; and the frame of the user's
-        line that did: in the handler then, else beyond the handlers that passed it on.
+        Whether an ADInplaceOrView kernel above counts the write, and as what; whether a handler
+        further up issued the op, rather than passed it on from above autograd; and the frame of the
+        user's line that did: in the handler then, else beyond the handlers that passed it on.
     """
-    if is_counted(plan, args, kwargs):  # for the wrapper around what is written
-        return True, *issued_in_handler(frame, plan)
+    if above_here.ids and is_counted(plan, args, kwargs):  # for a wrapper around what is written
+        return ABOVE, *issued_in_handler(frame, plan)
     user: FrameType | None = None
-    counted = plan.has_native_kernel and not plan.is_composite
-    settled = False
-    while frame is not None:
-        if frame in anchors:
-            return counted, False, user or user_frame(frame)
+    counted: int = plan.has_native_kernel and not plan.is_composite
+    settled, outermost = False, None
+    while frame is not None and frame not in anchors:
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
             settled = settled or _is_tracked(frame)
-            above = _passes_on(frame, code, plan, args, kwargs)
+            given = _given(frame, code)
+            written = written or _written(plan, args, kwargs)
+            above = _passes_on(given, written)
             if above is None:
                 user = user or _beyond(frame, code)
                 again_above = _is_subclass_handler(frame, code) and _torch.in_reentrant_dispatch()
-                return (settled or again_above) and counted, not again_above, user
+                if settled or again_above:
+                    return counted, not again_above, user
+                return what and _as_an_alias(frame.f_back, given, written, what), True, user
             if not settled:
                 # Only the outermost handler has a kernel above it: the others were called below.
-                counted = above.has_native_kernel
+                counted, outermost = above.has_native_kernel, given
             user = None
         elif user is None and is_user_file(code.co_filename):
             user = frame
         frame = frame.f_back
-    return counted, False, user
+    if outermost is not None and what and counted:
+        counted = settle(outermost[3], written, what)
+    return counted, False, user or user_frame(frame)
+
+
+def _as_an_alias(frame: FrameType | None, given: Any, written: Sequence[Any], what: int) -> int:
+    """How a handler's write to something else than it was given is counted.
+
+    It is as a write to what it was given, if it is an alias of that.
+
+    Args:
+        frame: the caller of the handler.
+        given: what the handler was called with.
+        written: what it writes.
+        what: what is to be done, as for `locate`.
+    """
+    if given is None:
+        return HERE
+    func, args, kwargs, variables = given
+    above = plan_of(func)
+    wanted, others = originals(written, above, args, kwargs) if above.writes else ([], written)
+    if not wanted:
+        return HERE
+    counted = locate(frame, above, args, kwargs, what, wanted)[0]
+    if counted == ABOVE:  # by a kernel directly above this handler
+        counted = settle(variables, wanted, what)
+    if counted and what == TAKE:
+        count(others)
+    return AS_THE_ONE_BY_ALIAS if counted else HERE
 
 
 _own_handlers = {
@@ -171,7 +211,7 @@ def _is_handler(frame: FrameType, code: CodeType) -> bool:
     if caller is None:
         return True
     calling = caller.f_code
-    if calling is MODE_FRAME or calling is SUBCLASS_FRAME or has_one_above(frame):
+    if calling is MODE_FRAME or calling is SUBCLASS_FRAME or (wrapped and has_one_above(frame)):
         return False  # there all is as the handler was given it
     return not (is_by_hand(caller) and is_user_file(calling.co_filename))
 
@@ -186,18 +226,29 @@ def _is_tracked(frame: FrameType) -> bool:
     )
 
 
-def _passes_on(frame: FrameType, code: CodeType, plan: Plan, args: Any, kwargs: Any) -> Plan | None:
-    """The plan of the op that the handler in `frame` was given, if that writes the same tensors.
+def _written(plan: Plan, args: Any, kwargs: Any) -> list[Any]:
+    sole = plan.sole_write
+    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the rest
+        return [args[sole.index]]
+    return [t for a in plan.writes for t in a.tensors(args, kwargs)]
+
+
+def _passes_on(given: Any, written: Sequence[Any]) -> Plan | None:
+    """The plan of the op that a handler was given, if that writes the same tensors.
 
     The handler may write by another op (``add_`` by ``copy_``): one write of the user is one count.
     """
-    given = _given(frame, code)
     if given is None:
         return None
-    above, above_args, above_kwargs = plan_of(given[0]), given[1], given[2]
-    declared = {id(t) for a in above.writes for t in a.tensors(above_args, above_kwargs)}
-    written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
-    return above if written and all(id(t) in declared for t in written) else None
+    above = plan_of(given[0])
+    declared = _written(above, given[1], given[2])
+    for t in written:
+        for known in declared:
+            if t is known:
+                break
+        else:
+            return None
+    return above if written else None
 
 
 def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> FrameType | None:
@@ -212,8 +263,8 @@ def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> F
     while frame is not None:
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
-            passes = _passes_on(frame, code, plan, args, kwargs)
-            return None if passes is None else frame
+            written = _written(plan, args, kwargs)
+            return None if _passes_on(_given(frame, code), written) is None else frame
         frame = frame.f_back
     return None
 
@@ -223,8 +274,8 @@ def _is_subclass_handler(frame: FrameType, code: CodeType) -> bool:
     return code.co_argcount > 0 and isinstance(frame.f_locals.get(code.co_varnames[0]), type)
 
 
-def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
-    """The op, args and kwargs that a handler's frame was called with, as far as it still has them.
+def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any, Any] | None:
+    """The op, args and kwargs that a handler's frame was called with, and all its variables.
 
     A handler is ``(self or cls, func, types, args, kwargs)``, or the same without the first.
     """
@@ -235,10 +286,10 @@ def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any] | None:
             rest = [values.get(name) for name in names[start + 2 : start + 4]]
             args = rest[0] if rest and isinstance(rest[0], tuple) else ()
             kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
-            return values[names[start]], args, kwargs
+            return values[names[start]], args, kwargs, values
     if code is MODE_FRAME:
         func, _, args, kwargs = (*values["given"], {})[:4]
-        return (func, args, kwargs) if isinstance(func, _torch.OpOverload) else None
+        return (func, args, kwargs, values) if isinstance(func, _torch.OpOverload) else None
     return None
 
 

@@ -44,6 +44,7 @@ from ._torch.kernels import composite_kernel
 from .before_write import Watching, watches_reached
 from .collectives import is_counted_by_backend
 from .info import version
+from .one_count import ABOVE, TAKE
 from .operands import (
     any_sparse,
     is_complex,
@@ -58,6 +59,7 @@ from .operands import (
 from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
 from .recorder import Located, Recorder
 from .site import issued_in_handler, locate
+from .the_one import run_plain, run_the_one, run_the_one_by_alias
 from .watch import watched
 
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
@@ -131,14 +133,14 @@ def _hidden_of_sparse(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: An
 
     Kernels resize what `_values()` gives: a view, with ADInplaceOrView on. They would give zeros.
     """
-    run = _plain if not plan.views and any_sparse((args, kwargs)) else _guarded
+    run = run_plain if not plan.views and any_sparse((args, kwargs)) else _guarded
     return run(mode, plan, op, args, kwargs)
 
 
 def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has an ADInplaceOrView kernel."""
-    located = locate(sys._getframe(2), plan, args, kwargs)
-    run = _plain if located[0] else _guarded
+    located = locate(sys._getframe(2), plan, args, kwargs, TAKE)
+    run = _RUNS[located[0]]
     watching = watches_reached(plan, args, kwargs) if watched else {}
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
@@ -158,9 +160,9 @@ def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) 
 
 def _write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write of a `torch.library.custom_op`: the kernel above has counted it already."""
-    counted, in_handler, user = locate(sys._getframe(2), plan, args, kwargs)
-    run = _plain if counted else _guarded
-    watching = watches_reached(plan, args, kwargs, is_counted=counted) if watched else {}
+    counted, in_handler, user = locate(sys._getframe(2), plan, args, kwargs, TAKE)
+    run = _RUNS[counted]
+    watching = watches_reached(plan, args, kwargs, is_counted=bool(counted)) if watched else {}
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     writes = written(plan, args, kwargs)
@@ -183,8 +185,8 @@ def _record_all(
         mode.record(plan, argument, t, was, located, watching)
 
 
-def _plain(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs) if kwargs else op(*args)
+#: How to run a write, by what `locate` says of it.
+_RUNS: tuple[Step, ...] = (_guarded, run_plain, run_the_one, run_the_one_by_alias)
 
 
 def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -192,11 +194,10 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     watching = watches_reached(plan, args, kwargs) if watched else {}
     writes = written(plan, args, kwargs)
     before = [version(t) for _, t in writes]
-    located = locate(sys._getframe(2), plan, args, kwargs)
-    counted, in_handler, _ = located
-    run = _recorded if plan.is_recorded_inside and not in_handler else _guarded
+    counted, in_handler, _ = located = locate(sys._getframe(2), plan, args, kwargs, TAKE)
+    run: Step = _recorded if plan.is_recorded_inside and not in_handler else _guarded
     if counted or plan.updates_beside_results:
-        run = _plain
+        run = _RUNS[counted or ABOVE]
     out = run(mode, plan, op, args, kwargs)
     for (argument, t), was in zip(writes, before, strict=True):
         # The inner ops of a wrapper's handler write the wrapped tensors and not the wrapper.
@@ -212,10 +213,10 @@ def _collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> 
     """A collective of torch.distributed that writes: no kernel counts it, so this does, once."""
     watching = watches_reached(plan, args, kwargs) if watched else {}
     if is_counted_by_backend(plan.qualified, args):
-        return _plain(mode, plan, op, args, kwargs)
+        return run_plain(mode, plan, op, args, kwargs)
     writes = written(plan, args, kwargs)
     before = [version(t) for _, t in writes]
-    out = _plain(mode, plan, op, args, kwargs)
+    out = run_plain(mode, plan, op, args, kwargs)
     for (_, t), was in zip(writes, before, strict=True):
         if was is not None and version(t) == was:  # the pieces of one buffer share their counter
             torch.autograd.graph.increment_version(t)
@@ -334,11 +335,11 @@ def choose(func: Any) -> tuple[Step | None, Plan]:
     if plan.is_composite and plan.has_native_kernel and plan.writes:
         step = _decomposing(func)
     if plan.qualified in own_saves.OPS:
-        step = own_saves.unseen_by_own(step or _plain)
+        step = own_saves.unseen_by_own(step or run_plain)
     if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
         if not plan.is_composite:
             on_real[func._op] = step
-        step = _resolving(step or _plain, always=plan.is_composite)
+        step = _resolving(step or run_plain, always=plan.is_composite)
     return step, plan
 
 

@@ -170,7 +170,7 @@ class TrackingMode(_torch.QuietMode):
         if self.level and not plan.exchanges_storage:
             ledger.record(t, facts)
         if watching:
-            note_write(t, watching.get(id(t), ()), plan, facts, counted)
+            note_write(t, watching.get(id(t), ()), plan, facts, bool(counted))
 
 
 def count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int | None]]) -> None:
