@@ -28,7 +28,17 @@ from .counted_above import is_counted
 from .counted_above import state as above_here
 from .mode_frames import CODE as MODE_FRAME
 from .mode_frames import has_one_above, wrapped
-from .one_count import ABOVE, AS_THE_ONE_BY_ALIAS, ASK, HERE, TAKE, count, originals, settle
+from .one_count import (
+    ABOVE,
+    AS_THE_ONE_BY_ALIAS,
+    ASK,
+    HERE,
+    TAKE,
+    count,
+    originals,
+    settle,
+    written_by,
+)
 from .plan import Plan, plan_of
 from .stand_in import CODE as SUBCLASS_FRAME
 
@@ -144,7 +154,7 @@ def locate(
         if code.co_name in handler_names and _is_handler(frame, code):
             settled = settled or _is_tracked(frame)
             given = _given(frame, code)
-            written = written or _written(plan, args, kwargs)
+            written = written or written_by(plan, args, kwargs)
             above = _passes_on(given, written)
             if above is None:
                 user = user or _beyond(frame, code)
@@ -226,13 +236,6 @@ def _is_tracked(frame: FrameType) -> bool:
     )
 
 
-def _written(plan: Plan, args: Any, kwargs: Any) -> list[Any]:
-    sole = plan.sole_write
-    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the rest
-        return [args[sole.index]]
-    return [t for a in plan.writes for t in a.tensors(args, kwargs)]
-
-
 def _passes_on(given: Any, written: Sequence[Any]) -> Plan | None:
     """The plan of the op that a handler was given, if that writes the same tensors.
 
@@ -241,7 +244,7 @@ def _passes_on(given: Any, written: Sequence[Any]) -> Plan | None:
     if given is None:
         return None
     above = plan_of(given[0])
-    declared = _written(above, given[1], given[2])
+    declared = written_by(above, given[1], given[2])
     for t in written:
         for known in declared:
             if t is known:
@@ -263,7 +266,7 @@ def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> F
     while frame is not None:
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
-            written = _written(plan, args, kwargs)
+            written = written_by(plan, args, kwargs)
             return None if _passes_on(_given(frame, code), written) is None else frame
         frame = frame.f_back
     return None
