@@ -21,24 +21,14 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _torch
+from . import _torch, one_count
 from .anchors import anchors, handler_names
 from .by_hand import caller_of, is_by_hand
 from .counted_above import is_counted
 from .counted_above import state as above_here
 from .mode_frames import CODE as MODE_FRAME
 from .mode_frames import has_one_above, wrapped
-from .one_count import (
-    ABOVE,
-    AS_THE_ONE_BY_ALIAS,
-    ASK,
-    HERE,
-    TAKE,
-    count,
-    originals,
-    settle,
-    written_by,
-)
+from .one_count import ASK, settle, written_by
 from .plan import Plan, plan_of
 from .stand_in import CODE as SUBCLASS_FRAME
 
@@ -145,7 +135,7 @@ def locate(
         user's line that did: in the handler then, else beyond the handlers that passed it on.
     """
     if above_here.ids and is_counted(plan, args, kwargs):  # for a wrapper around what is written
-        return ABOVE, *issued_in_handler(frame, plan)
+        return one_count.ABOVE, *issued_in_handler(frame, plan)
     user: FrameType | None = None
     counted: int = plan.has_native_kernel and not plan.is_composite
     settled, outermost = False, None
@@ -185,19 +175,19 @@ def _as_an_alias(frame: FrameType | None, given: Any, written: Sequence[Any], wh
         written: what it writes.
         what: what is to be done, as for `locate`.
     """
-    if given is None:
-        return HERE
+    if given is None or not plan_of(given[0]).writes:
+        return one_count.HERE
     func, args, kwargs, variables = given
     above = plan_of(func)
-    wanted, others = originals(written, above, args, kwargs) if above.writes else ([], written)
+    wanted, others = one_count.originals(written, above, args, kwargs)
     if not wanted:
-        return HERE
+        return one_count.HERE
     counted = locate(frame, above, args, kwargs, what, wanted)[0]
-    if counted == ABOVE:  # by a kernel directly above this handler
+    if counted == one_count.ABOVE:  # by a kernel directly above this handler
         counted = settle(variables, wanted, what)
-    if counted and what == TAKE:
-        count(others)
-    return AS_THE_ONE_BY_ALIAS if counted else HERE
+    if counted and what == one_count.TAKE:
+        one_count.count(others)
+    return one_count.AS_THE_ONE_BY_ALIAS if counted else one_count.HERE
 
 
 _own_handlers = {
