@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from handlers import On, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
-from viewtrack import CreationMeta
+from viewtrack import CreationMeta, full
 from viewtrack._torch import creation_meta
 
 EXP = torch.ops.aten.exp.default
@@ -324,6 +325,29 @@ def test_kept_view_may_be_asked_in_another_thread(x):
         thread = threading.Thread(target=lambda: found.append(mode.kept[0]._base))
         thread.start()
         thread.join()
+    assert found[0] is y
+
+
+def test_thread_that_asks_while_another_marks_waits_for_it(x, monkeypatch):
+    found, asking = [], threading.Event()
+
+    def ask():
+        asking.set()
+        found.append(mode.kept[0]._base)
+
+    def slow(*args, **kwargs):
+        if not asking.is_set():
+            thread.start()
+            asking.wait(60)
+            time.sleep(0.2)  # enough for who does not wait
+        mark(*args, **kwargs)
+
+    mark, thread = full.mark, threading.Thread(target=ask)
+    monkeypatch.setattr(full, "mark", slow)
+    with vt.track(views="full"), On(MUL, lambda t: t[1:]) as mode:
+        y = x * 2
+        assert mode.kept[0]._base is y
+    thread.join(60)
     assert found[0] is y
 
 

@@ -101,12 +101,11 @@ class _Note:
                 _torch.no_torch_function(),
             ):
                 mark(self.call, views, moved=self.moved)
+                for t in views.values():
+                    if self.inference and t._is_view():
+                        _torch.set_creation_meta(t, _torch.CreationMeta.INFERENCE_MODE)
         except Exception as error:  # as a handler of somebody's tensor may raise
             log.debug("a view that %s made stays without metadata: %s", self.call.func, error)
-        if self.inference:
-            for t in views.values():
-                if t._is_view():
-                    _torch.set_creation_meta(t, _torch.CreationMeta.INFERENCE_MODE)
 
 
 class FullViews:
@@ -126,8 +125,8 @@ class FullViews:
         with self._lock:
             while self._notes and not self._running:
                 note = self._notes.pop(0)
-                note.return_class()
                 note.mark()
+                note.return_class()  # only now: until then another thread that asks waits for us
                 self._marked.update(
                     (id(t), self._ref(t)) for t in note.living().values() if t._is_view()
                 )
