@@ -122,3 +122,34 @@ def test_no_mode_sees_it():
     with LogFunctions(), Log(), torch.autocast("cpu"):
         assert same_bytes(fingerprint(t), fingerprint(t))
     assert seen == []
+
+
+def nested_of(shapes):
+    return torch.nested.nested_tensor([random(shape, torch.float32) for shape in shapes])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_shows_its_bytes():
+    nested = nested_of([(2, 3), (4, 3)])
+    before = fingerprint(nested)
+    assert same_bytes(before, fingerprint(nested.clone()))
+    nested[1][3, 2] += 1
+    assert not same_bytes(before, fingerprint(nested))
+    assert same_bytes(fingerprint(nested_of([])), fingerprint(nested_of([])))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 makes none of a part of a buffer"
+)
+def test_and_no_others():
+    nested = nested_of([(2, 3), (4, 3)])
+    sizes, strides = nested._nested_tensor_size(), nested._nested_tensor_strides()
+    offsets = nested._nested_tensor_storage_offsets() + 1
+    buffer = torch.zeros(20)
+    part = torch._nested_view_from_buffer(buffer[1:-1], sizes, strides, offsets)
+    before = fingerprint(part)
+    buffer[0] = buffer[-1] = 1
+    assert same_bytes(before, fingerprint(part))
+    buffer[1] = 1
+    assert not same_bytes(before, fingerprint(part))

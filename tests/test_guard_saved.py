@@ -354,3 +354,21 @@ def test_forward_mode_with_zero_tensors_inside(keyword):
     with guard_saved_tensors(**keyword):
         guarded = tangent()
     assert torch.equal(guarded, tangent())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("keyword", [{}, {"check": "content"}, {"on_mutation": "copy"}])
+def test_strided_nested_tensors_are_guarded(keyword):
+    def gradients(edit):
+        parts = [torch.ones(2, 3).requires_grad_(), torch.ones(4, 3).requires_grad_()]
+        y = torch.nested.as_nested_tensor(parts).relu()
+        if edit:
+            y.mul_(2)
+        torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+        return [part.grad for part in parts]
+
+    with guard_saved_tensors(**keyword):
+        assert all(map(torch.equal, gradients(edit=False), gradients(edit=False)))
+        with pytest.raises(MutatedTensorError) as caught:
+            gradients(edit=True)
+    assert caught.value.writes[0].op == "aten.mul_.Tensor"

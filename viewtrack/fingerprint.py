@@ -16,6 +16,7 @@ import torch
 
 from . import _torch
 from ._torch import guard as _torch_guard
+from ._torch.nested import is_strided_nested, places
 
 _ROW = 256
 # 32 bits of data, 13 of weight and 8 of row length make 53, which is what a float64 holds.
@@ -37,11 +38,22 @@ def fingerprint(t: torch.Tensor) -> Any:
     with _torch.no_torch_function(), _torch_guard.no_torch_dispatch(), torch.no_grad():
         if not _has_bytes(t):
             return None
-        _torch_guard.wait_for(t)
+        if is_strided_nested(t):
+            t = _in_one(t)
+        else:
+            _torch_guard.wait_for(t)
         words = _words(t.detach())
         first, second = _weights(words.device)
         sums = _sums(words, first)
         return sums if words.numel() > _FEW else torch.cat([sums, _sums(words, second)])
+
+
+def _in_one(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the parts of a strided nested tensor, which has no sizes and strides of its own."""
+    memory = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+    if not t.numel():
+        return memory[:0]
+    return torch.cat([memory.as_strided(*place).reshape(-1) for place in places(t)])
 
 
 def _sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

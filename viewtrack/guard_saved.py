@@ -175,7 +175,8 @@ class _PackWatching:
         self, t: torch.Tensor, value: Any, place: Place, which: tuple[int, int], part: torch.Tensor
     ) -> WeakWatch:
         owner = part if value is part else None
-        copies = self._copies and part is t  # a wrapper cannot be given other parts
+        # A wrapper cannot be given other parts, and a nested tensor is none that could be set.
+        copies = self._copies and part is t and not part.is_nested
         make = functools.partial(SavedWatch, owner, saving=which, copies=copies)
         return WeakWatch(part, "a tensor", place, content=self._content, make=make)
 
