@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import nullcontext
 
 import pytest
 import torch
+from handlers import NoOp
 
 import viewtrack as vt
 
@@ -133,6 +135,23 @@ def test_a_refused_piece_is_told_with_the_line_that_made_it(program, name, made,
     assert [line.partition(":  ")[0] + ":" for line in lines] == wanted
     assert f"  written   at {__file__}:{line_of(written)} in {program.__name__}:  " in last
     assert "`select`" in mend
+
+
+@pytest.mark.parametrize("program", [normalizes_rows, edits_what_exp_saved])
+def test_nested_trackers_tell_it_once(program) -> None:
+    with pytest.raises(RuntimeError) as alone, vt.track():
+        program()
+    with pytest.raises(RuntimeError) as nested, vt.track(), vt.track():
+        program()
+    assert nested.value.__notes__ == alone.value.__notes__
+
+
+@pytest.mark.parametrize("lower", [NoOp, nullcontext])
+def test_the_line_that_made_it_is_beyond_modes(lower) -> None:
+    with pytest.raises(RuntimeError) as error, vt.track(), lower(), NoOp():
+        normalizes_rows()
+    (made,) = [line for line in error.value.__notes__ if "made  " in line]
+    assert f"{__file__}:{line_of('ROWS')} in normalizes_rows:" in made
 
 
 def test_nothing_is_noted_of_views_without_a_record() -> None:

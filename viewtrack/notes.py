@@ -58,8 +58,10 @@ def add_notes(error: BaseException | None, traceback: TracebackType | None) -> N
         lines = iter((_CONSTRUCTED,))
     else:
         return
+    told = set(getattr(error, "__notes__", ()))  # by a tracker inside of this one
     for line in lines:
-        error.add_note(line)
+        if line not in told:
+            error.add_note(line)
 
 
 def made_at(t: torch.Tensor) -> list[tuple[str, Site]]:

@@ -27,7 +27,7 @@ from .operands import (
 )
 from .plan import Argument, Plan
 from .recorder import Located
-from .site import Place, Site, issued_in_handler, locate, place_of, site_at, user_frame
+from .site import Place, Site, issued_in_handler, locate, place_of, site_at
 from .stand_in import with_a_frame
 from .steps import Step, choose, chosen
 from .undeclared_writes import Updated, note_updates
@@ -138,7 +138,8 @@ class TrackingMode(_torch.QuietMode):
 
     def took_apart(self, plan: Plan, t: Any) -> None:
         """Note where an op returned a list of views of `t`."""
-        ledger.open(t).took_apart(plan.name, place_of(user_frame(sys._getframe(3))))
+        _, user = issued_in_handler(sys._getframe(3), plan, (t,))
+        ledger.open(t).took_apart(plan.name, place_of(user))
 
     def updated(self, plan: Plan, args: Any, found: Updated, located: Located) -> None:
         """Tell who watches them of running statistics that an op has updated."""
