@@ -161,7 +161,7 @@ class CachingMode(_torch_guard.CachingMode):
         """The same for any policy, any op, and any torch."""
         inputs = self.cache.inputs
         if inputs is not None:
-            inputs.note(args, kwargs)
+            inputs.note(func, args, kwargs)
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return self._run(func, types, args, kwargs)
         saving = not POLICY_IN_FORWARD_ONLY and asks_to_save(
@@ -240,8 +240,6 @@ class CachedMode(_torch_guard.CachedMode):
         self._acts = False
 
     def __enter__(self) -> Self:
-        if self.cache.inputs is not None:
-            self.cache.inputs.check()
         # From the start, so that a second backward is told that it is one too many.
         self.func_counter.clear()
         self._acts = _regions.depth == 0
@@ -344,6 +342,27 @@ class CachedMode(_torch_guard.CachedMode):
         if not entries:
             raise RuntimeError(_EXTRA_TIME)
         return entries.pop(0)
+
+
+class CheckedCachedMode(CachedMode):
+    """The same where what the region starts from is watched too; its cache has `inputs`."""
+
+    def __enter__(self) -> Self:
+        if self.cache.inputs is not None:
+            self.cache.inputs.check()
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            if self.cache.inputs is not None:
+                self.cache.inputs.finish(exc[0] is not None)
+
+    def _look_closer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self.cache.inputs is not None:
+            self.cache.inputs.follow(func, args, kwargs)
+        return super()._look_closer(func, types, args, kwargs)
 
 
 def asks_to_save(policy: Policy, func: Any, args: Any, kwargs: Any, **facts: Any) -> bool:

@@ -12,7 +12,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from .._torch import guard as _torch_guard
 from ..op_names import ops_named
 from .cache import Cache
-from .contexts import CachedMode, CachingMode, Policy
+from .contexts import CachedMode, CachingMode, CheckedCachedMode, Policy
 from .options import Check, OnMutation, make_options
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -66,7 +66,8 @@ def create_selective_checkpoint_contexts(
     level: Check = "off" if allow_cache_entry_mutation else check
     cache = Cache(make_options(level, allow, on_mutation, check_inputs))
     policy = _policy(policy_fn_or_list)
-    return CachingMode(cache, policy), CachedMode(cache, policy)
+    recompute = CachedMode if cache.inputs is None else CheckedCachedMode
+    return CachingMode(cache, policy), recompute(cache, policy)
 
 
 def _policy(policy_fn_or_list: Any) -> Policy:

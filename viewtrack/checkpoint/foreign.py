@@ -152,9 +152,10 @@ class Around:
         return value
 
     def __exit__(self, *exc: Any) -> Any:
-        if self._top.made.inputs is not None:
-            self._top.made.inputs.end()
-        return self._stacks.pop().__exit__(*exc)
+        try:
+            return self._stacks.pop().__exit__(*exc)
+        finally:
+            self._top.end(exc[0] is not None)
 
 
 class CachingAround(Around, _torch_guard.CachingMode):
@@ -190,6 +191,9 @@ class TopMode(_torch.QuietMode):
     def begin(self) -> None:
         """All is entered."""
 
+    def end(self, stopped: bool) -> None:
+        """All is left, by an exception or not."""
+
 
 class Recorder(TopMode):
     """On top of the forward's context."""
@@ -197,7 +201,7 @@ class Recorder(TopMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.made.inputs is not None:
-            self.made.inputs.note(args, kwargs)
+            self.made.inputs.note(func, args, kwargs)
         out = func(*args, **kwargs)
         for t in tensors(out):
             if not is_any(t, (*args, *kwargs.values())):
@@ -213,6 +217,11 @@ class Recorder(TopMode):
         if self.made.inputs is not None:
             self.made.inputs.begin()
 
+    def end(self, stopped: bool) -> None:
+        """Look at it no longer."""
+        if self.made.inputs is not None:
+            self.made.inputs.end()
+
 
 class Checker(TopMode):
     """On top of the recompute's context."""
@@ -224,6 +233,8 @@ class Checker(TopMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._handed_out.clear()
+        if self.made.inputs is not None:
+            self.made.inputs.follow(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:
@@ -252,6 +263,11 @@ class Checker(TopMode):
         """See whether the region starts from what it started from."""
         if self.made.inputs is not None:
             self.made.inputs.check()
+
+    def end(self, stopped: bool) -> None:
+        """See whether it has done all that the forward did."""
+        if self.made.inputs is not None:
+            self.made.inputs.finish(stopped)
 
     def _check(self, op: str, handed: _torch_guard.HandedOut) -> None:
         """Look at a value that torch's own pair has handed out."""

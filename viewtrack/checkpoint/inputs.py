@@ -3,6 +3,13 @@
 The recompute starts from what they are by then. If the forward itself has changed them (a counter,
 a running statistic, a buffer made at the first call), the recompute computes something else, or
 meets ops that the forward did not. Plain checkpointing has the same hole.
+
+Tensors are looked at when the recompute begins, the attributes of a module when it is entered
+again. Numbers and the like that have changed are told there. A tensor that has taken the place of
+another, or of None, is told where the recompute reads it and the forward did not, or does another
+op. So is what has changed of a module that is passed by, because it was entered once. A module that
+comes after the end of the recompute (early stop) is not looked at: nothing that was computed came
+from it.
 """
 
 from __future__ import annotations
@@ -10,23 +17,22 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..aliasing import shape_of
 from ..ledger import key_of
-from ..mutation_text import Mutation, brief, mutation_error
+from ..mutation_text import Mutation, mutation_error
 from ..operands import tensors
 from ..site import Place, place_of, site_at, user_frame
 from ..weak_watch import WeakWatch, is_watchable
+from .attributes import Attributes, Change
+from .course import Course
 from .options import Options
 
 _SUBJECT = "what a checkpointed region starts from"
 _ALLOW = "add '{op}' to allow="
-_ABSENT = "absent"
 
 
 _HINT = (
@@ -47,30 +53,34 @@ def hinted(error: RuntimeError, inputs: Inputs | None) -> RuntimeError:
 
 
 class Inputs:
-    """The inputs of one region, from the start of its forward to the start of its recompute."""
+    """The inputs of one region, from the start of its forward to the end of its recompute."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._watches: dict[int, WeakWatch] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
-        self._modules: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._attributes = Attributes(self._is_made, self._origin)
+        self._course = Course()
+        self._suspects: dict[int, list[Change]] = {}
+        self._entered_again: set[int] = set()
         self._hooks: list[Any] = []
         self._thread = 0
 
     def begin(self) -> None:
         """The forward begins: look at modules as they are entered."""
         self._thread = threading.get_ident()
-        self._hooks.append(register_module_forward_pre_hook(self._entered))
+        self._hooks.append(register_module_forward_pre_hook(self._enter))
 
     def end(self) -> None:
-        """The forward has ended, or raised."""
+        """The forward or the recompute has ended, or raised."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    def note(self, args: Any, kwargs: Any) -> None:
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Watch the tensors that an op is about to read, unless the region made them."""
+        self._course.add(func, args, kwargs)
         for t in tensors((args, tuple(kwargs.values()))):
             if is_watchable(t) and key_of(t) not in self._made and key_of(t) not in self._watches:
                 place = place_of(user_frame(sys._getframe(2)))
@@ -93,19 +103,71 @@ class Inputs:
             MutatedTensorError: something that the forward read has changed since.
         """
         self.end()
-        attributes = list(self._changed_attributes())
+        self._thread = threading.get_ident()
+        self._course.begin()
+        self._entered_again.clear()
         mutations = [m for key in self._watches if (m := self._mutation(key)) is not None]
-        if not attributes and not mutations:
-            return
-        error = mutation_error(_SUBJECT, mutations, _ALLOW, notes=attributes)
-        self._options.react(error)
+        if mutations:
+            self._options.react(mutation_error(_SUBJECT, mutations, _ALLOW))
+        self._suspects = self._attributes.all_changes(self._options.allow)
+        self._hooks.append(register_module_forward_pre_hook(self._enter_again))
 
-    def _entered(self, module: torch.nn.Module, args: Any) -> None:
-        if threading.get_ident() == self._thread and all(m is not module for m, _ in self._modules):
-            self._modules.append((module, {k: _kept(v) for k, v in _attributes(module)}))
+    def follow(self, func: Any, args: Any, kwargs: Any) -> None:
+        """The recompute is about to do an op.
+
+        Raises:
+            MutatedTensorError: it does something else than the forward, for what has changed.
+        """
+        if not any(self._suspects.values()):
+            self._course.follow(func, args, {})  # all the same it is to be known how far it is
+            return
+        keys = self._course.follow(func, args, kwargs)
+        changes = [c for found in self._suspects.values() for c in found]
+        if keys is not None:
+            changes = [c for c in changes if c.tensor and any(c.tensor.is_on(key) for key in keys)]
+        self._tell(changes)
+
+    def finish(self, stopped: bool) -> None:
+        """The recompute has ended.
+
+        Args:
+            stopped: whether by an exception, as early stop ends it.
+
+        Raises:
+            MutatedTensorError: it left out what the forward did, for what has changed.
+        """
+        self.end()
+        at = self._course.at
+        missed = not stopped and at < len(self._course)
+        changes: list[Change] = []
+        for key, found in self._suspects.items():
+            passed = key not in self._entered_again and self._attributes.entered_at[key] <= at
+            changes += found if missed or passed else []
+        self._tell(changes)
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._attributes.note(module, len(self._course))
+
+    def _enter_again(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread or id(module) in self._entered_again:
+            return
+        self._entered_again.add(id(module))
+        changes = self._attributes.changes(module, self._options.allow)
+        self._suspects[id(module)] = changes
+        if any(change.tensor is None for change in changes):
+            self._tell(changes)
+
+    def _tell(self, changes: list[Change]) -> None:
+        if not changes:
+            return
+        for key, found in self._suspects.items():
+            self._suspects[key] = [c for c in found if c not in changes]  # told once
+        notes = [change.note for change in changes]
+        self._options.react(mutation_error(_SUBJECT, [], _ALLOW, notes=notes))
 
     def _mutation(self, key: int) -> Mutation | None:
-        watch, (name, t) = self._watches[key].watch, self._named(key)
+        watch, (name, t) = self._watches[key].watch, self._attributes.named(key)
         if name in self._options.allow:
             return None
         t = self._tensors[key]() if t is None else t
@@ -117,60 +179,12 @@ class Inputs:
             watch.rename(name)
         return found
 
-    def _named(self, key: int) -> tuple[str, torch.Tensor | None]:
-        for module, _ in self._modules:
-            for name, value in _attributes(module):
-                if is_watchable(value) and key_of(value) == key:
-                    return f"{type(module).__name__}.{name}", value
-        return "an input", None
-
-    def _changed_attributes(self) -> Iterator[str]:
-        for module, before in self._modules:
-            now = dict(_attributes(module))
-            for name in {**before, **now}:
-                label = f"{type(module).__name__}.{name}"
-                if name in before:
-                    old = before[name]
-                else:
-                    old = _kept(getattr(type(module), name, _ABSENT))
-                if label not in self._options.allow and not _is_same(old, now.get(name, _ABSENT)):
-                    value = now.get(name, _ABSENT)
-                    yield (
-                        f"`{label}` was {_shown(old)} when the forward began and is "
-                        f"{_shown(value)} now{self._origin(value)}; "
-                        f"if it may, add {label!r} to allow="
-                    )
+    def _is_made(self, t: torch.Tensor) -> bool:
+        """Whether the region made a tensor."""
+        if not is_watchable(t) or key_of(t) not in self._made:
+            return False
+        return self._made[key_of(t)][0]() is not None
 
     def _origin(self, value: Any) -> str:
         """Where the region made a tensor, if it did."""
-        if not is_watchable(value) or key_of(value) not in self._made:
-            return ""
-        storage, place = self._made[key_of(value)]
-        return f", made at {site_at(place)}" if storage() is not None else ""
-
-
-def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module holds by value: its tensors, numbers, strings, and None."""
-    for values in (module._parameters, module._buffers, vars(module)):
-        for name, value in values.items():
-            if value is None or isinstance(value, (torch.Tensor, int, float, str)):
-                yield name, value
-
-
-def _kept(value: Any) -> Any:
-    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
-
-
-def _is_same(old: Any, now: Any) -> bool:
-    if isinstance(old, weakref.ref):
-        return old() is now
-    return type(old) is type(now) and bool(old == now)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, weakref.ref):
-        t = value()
-        return "another tensor" if t is None else brief(t.dtype, shape_of(t))
-    if isinstance(value, torch.Tensor):
-        return brief(value.dtype, shape_of(value))
-    return value if value is _ABSENT else repr(value)
+        return f", made at {site_at(self._made[key_of(value)][1])}" if self._is_made(value) else ""
