@@ -48,8 +48,8 @@ class Course:
         """The recompute does an op.
 
         Returns:
-            The storages that it reads and the forward did not; None if it is another op, or of other
-            numbers.
+            The storages that it reads and the forward did not; None if it is another op, or has
+            other numbers.
         """
         if func is _detach:  # checkpoint's own hooks in the recompute do it too
             return set()
