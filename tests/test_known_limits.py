@@ -20,6 +20,9 @@ from viewtrack.report import Recorder
 ROOT = Path(__file__).parent.parent
 
 limit = pytest.mark.xfail(strict=True, raises=AssertionError)
+compiled_below_a_mode = pytest.mark.skipif(
+    torch.__version__ < (2, 7), reason="torch 2.6 does not compile it as soon as a mode is active"
+)
 _define = vt.library.op
 
 
@@ -263,9 +266,7 @@ def test_a_subclass_is_made_in_the_other_ways():
         assert type(torch.Tensor._make_subclass(_Subclass, torch.ones(2))) is _Subclass
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 7), reason="torch 2.6 does not compile it as soon as a mode is active"
-)
+@compiled_below_a_mode
 @limit
 def test_a_compiled_view_without_grad_has_no_history():
     def f(x):
@@ -384,6 +385,7 @@ def test_what_was_kept_before_the_base_is_detached_keeps_its_gradient():
     assert mode.kept.requires_grad
 
 
+@compiled_below_a_mode
 @limit
 def test_a_whole_graph_takes_what_was_never_asked_before():
     with vt.track(views="full"):
