@@ -1,13 +1,27 @@
 """Kernels for ops that others defined: by `Library.define`, by `custom_op`, by other keys."""
 
 import ctypes
+import gc
+import weakref
 
 import pytest
 import torch
 from library_ops import CONTEXTS, Issue, memset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
 from viewtrack import AliasingError, ViewTrackError, library
+
+
+class Heard(TorchDispatchMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
 
 contexts = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 _foreign = torch.library.Library("vtforeign", "DEF")
@@ -124,6 +138,45 @@ def test_what_custom_op_returned(context):
         assert x._version == 2
         x.sum().backward()
     assert leaf.grad.tolist() == [10, 10]
+
+
+def _defined_again(schema):
+    def fn(x, k=1.0):
+        return x * k
+
+    return library.register(
+        torch.library.custom_op("vtlib::anew", fn, mutates_args=(), schema=schema)
+    )
+
+
+def test_a_mode_is_given_the_op_that_was_defined_last():
+    seen, held = [], []
+    for schema in ("(Tensor x) -> Tensor", "(Tensor x, float k) -> Tensor"):
+        again = _defined_again(schema)
+        with vt.track(), Heard(seen):
+            again(torch.ones(2), *([2.0] if "k" in schema else []))
+        held.append(again)
+        assert seen[-1] is again.op  # or, were it not held here, freed memory
+        assert seen[-1] is torch.ops.vtlib.anew.default
+    with pytest.raises(ViewTrackError, match="was defined again"):
+        held[0](torch.ones(2))
+
+
+def test_an_op_is_kept_that_is_defined_again_below_the_kernels():
+    lib = torch.library.Library("vtbelow", "DEF")
+    lib.define("f(Tensor x) -> Tensor")
+    lib.impl("f", torch.clone, "CPU")
+    first = weakref.ref(library.register("vtbelow::f").op)
+    lib._destroy()
+    lib = torch.library.Library("vtbelow", "DEF")
+    lib.define("f(Tensor x) -> Tensor")
+    lib.impl("f", torch.clone, "CPU")
+    library.register("vtbelow::f")
+    gc.collect()
+    assert first() is not None  # the dispatcher points at it
+    with vt.track():
+        assert torch.ops.vtbelow.f(torch.ones(2)).tolist() == [1, 1]
+    lib._destroy()
 
 
 def test_compilers_see_the_kernel():

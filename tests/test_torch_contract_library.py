@@ -209,6 +209,12 @@ def test_the_kernel_of_a_custom_op_counts_before_the_body_runs():
     assert versions == [1]
     assert x._version == 1
     assert _torch_library.custom_op_def("vtcontract::counted") is counted
+    library = _torch_library.custom_op_library(counted)
+    assert not _torch_library.is_destroyed(library)
+    torch.library.custom_op(
+        "vtcontract::counted", lambda x: None, mutates_args=(), schema="(Tensor x) -> ()"
+    )
+    assert _torch_library.is_destroyed(library)
 
 
 def test_the_body_of_a_custom_op_is_found_and_its_refusal_known():

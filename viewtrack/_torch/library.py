@@ -135,6 +135,12 @@ def custom_op_def(qualified: str) -> Any:
     return torch._library.custom_ops.OPDEFS.get(qualified)
 
 
+def custom_op_library(definition: Any) -> torch.library.Library:
+    """The library in which ``torch.library.custom_op`` defined an op: destroyed with the op."""
+    library: torch.library.Library = definition._lib
+    return library
+
+
 def custom_op_body(qualified: str) -> Callable[..., Any] | None:
     """The function that an op of ``torch.library.custom_op`` was made of, or None."""
     definition = custom_op_def(qualified)

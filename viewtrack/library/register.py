@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,9 @@ def register(
         )
     if plan.is_aten:
         return _register_native(found, plan, lib)
-    lib = lib if lib is not None else _own_library(plan.qualified)
+    _kept.append(found)
+    owns = lib is None
+    lib = _own_library(plan.qualified) if lib is None else lib
     definition = _torch_library.custom_op_def(plan.qualified)
     foreign_autograd = definition is None and has_autograd_kernel(plan.qualified)
     is_out = bool(plan.writes) and all(a.kwarg_only for a in plan.writes)
@@ -80,6 +83,8 @@ def register(
         spec.body = checked_body(spec, body)
     custom = CustomOp(spec, body or found)
     _torch_library.on_destroy(lib, lambda: functools.partial(forget, found))
+    if owns and definition is not None:
+        _end_with(_torch_library.custom_op_library(definition), lib, custom)
     fake = not _torch_library.has_fake(plan.qualified)
     return install(custom, autograd=not foreign_autograd, fake=fake)
 
@@ -111,6 +116,32 @@ def _own_library(qualified: str) -> torch.library.Library:
 
 
 _libraries: dict[str, torch.library.Library] = {}
+
+# The dispatcher hands modes the OpOverload that it looked up first for an op, and holds no
+# reference to it: it must outlive the definition where kernels of another library, as these are,
+# are left.
+_kept: list[Any] = []
+
+
+def _end_with(
+    definition: torch.library.Library, lib: torch.library.Library, custom: CustomOp
+) -> None:
+    """Take the kernels back when the op is defined again: the next is a new op to the dispatcher.
+
+    Else modes are given the OpOverload of the old one, with its schema.
+    """
+    kernels, end = [weakref.ref(lib)], weakref.WeakMethod(custom._end)
+    _torch_library.on_destroy(lib, lambda: kernels.clear)  # not twice
+
+    def take_back() -> None:
+        alive = kernels.pop()() if kernels else None
+        if alive is not None:
+            _torch_library.destroy(alive)
+        told = end()
+        if told is not None:
+            told()
+
+    _torch_library.on_destroy(definition, lambda: take_back)
 
 
 def _lookup(op: Any) -> Any:
