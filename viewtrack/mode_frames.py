@@ -8,9 +8,8 @@ attribute of that instance (C++ asks the instance for ``__torch_dispatch__``), w
 right name and keeps what it was given. It goes when the mode is left. Subclasses need none:
 `stand_in.py` leaves a frame for each.
 
-It is the code of ``TorchDispatchMode.__enter__`` and ``__exit__`` that is exchanged, as in
-`register_hook.py`. Whoever exchanges the methods themselves (`handler_calls.py`, `full_modes.py`)
-does so on top of that.
+For that the code of ``TorchDispatchMode.__enter__`` and ``__exit__`` is exchanged. Whoever
+exchanges the methods themselves (`handler_calls.py`, `full_modes.py`) does so on top of that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import dis
 import functools
 import threading
 import weakref
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ import torch
 from . import _torch
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
+from .code_exchange import CodeExchange, copy_of
 
 _HANDLER = "__torch_dispatch__"
 
@@ -197,19 +197,8 @@ def _rebinds(code: CodeType, names: set[Any]) -> bool:
 # ------------------------------------------------------------------------------ the exchange
 
 
-def _copy(function: Any) -> Any:
-    """A function that stays as it is when the code of `function` is exchanged."""
-    return FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-
-
-_functions: Any = _torch.TorchDispatchMode.__enter__, _torch.TorchDispatchMode.__exit__
-_stock = _stock_enter, _stock_leave = _copy(_functions[0]), _copy(_functions[1])
+_enter, _leave = _torch.TorchDispatchMode.__enter__, _torch.TorchDispatchMode.__exit__
+_stock_enter, _stock_leave = copy_of(_enter), copy_of(_leave)
 
 
 # These two run with the globals of torch's module. An import of ours takes longer than the rest.
@@ -229,29 +218,4 @@ def _leaving(self: Any, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
     return sys.modules["viewtrack.mode_frames"].leave(self, exc_type, exc_val, exc_tb)
 
 
-class _Exchange:
-    """Exchanges the code of torch's two functions, while anybody wants it, or has a frame."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted = 0
-
-    def acquire(self) -> None:
-        """Exchange them, unless that is done, or somebody else has exchanged their code."""
-        with self._lock:
-            self._wanted += 1
-            for function, stock, ours in zip(_functions, _stock, _OURS, strict=True):
-                if function.__code__ is stock.__code__:
-                    function.__code__ = ours.__code__
-
-    def release(self) -> None:
-        """Undo that with the last one."""
-        with self._lock:
-            self._wanted -= 1
-            for function, stock, ours in zip(_functions, _stock, _OURS, strict=True):
-                if not self._wanted and function.__code__ is ours.__code__:
-                    function.__code__ = stock.__code__
-
-
-_OURS = _entering, _leaving
-_exchange = _Exchange()
+_exchange = CodeExchange((_enter, _entering), (_leave, _leaving))
