@@ -234,3 +234,19 @@ def test_a_write_to_another_part_of_a_wrappers_buffer_is_no_alarm():
         entry.get()
 
     assert error_of(step) is None
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="there dynamo does not trace inside of it")
+def test_a_transform_in_a_function_compiled_inside_of_the_guard_meets_torchs_error():
+    @torch.compile(backend="eager")
+    def step(x):
+        return torch.func.grad(lambda x: x.sin().sum())(x)
+
+    x = torch.ones(2)
+    with (
+        vt.guard_saved_tensors(),
+        pytest.raises(Exception, match="don't yet support saved tensor hooks"),
+    ):
+        step(x)
+    with vt.guard_saved_tensors():
+        assert torch.equal(torch.compiler.disable(step)(x), x.cos())

@@ -12,6 +12,7 @@ from view_makers import share_a_counter
 from write_ways import one_process_group
 
 from viewtrack._torch import guard as _torch_guard
+from viewtrack._torch import hooks as _torch_hooks
 
 HERE = f"torch {torch.__version__}"
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -141,3 +142,44 @@ def test_the_entries_of_torchs_own_pair_are_asked_for_their_value():
             assert (torch.ones(2) * 3).tolist() == [4, 4], HERE
     assert [handed.value.tolist() for handed in told] == [[4, 4], [4, 4]], HERE
     assert [handed.moved is None for handed in told] == [False, True], HERE
+
+
+def test_the_hooks_on_top_are_told_taken_off_and_put_back():
+    assert _torch_hooks.knows_the_top is (RELEASE >= (2, 7)), HERE
+    assert _torch_hooks.hooks_on_top() is None, HERE
+    packed = []
+    pair = (lambda t: packed.append(t) or t), (lambda t: t)
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        if _torch_hooks.knows_the_top:
+            assert _torch_hooks.hooks_on_top() == pair, HERE
+        _torch_hooks.pop_hooks()
+        leaf.exp()
+        assert not packed, HERE
+        _torch_hooks.push_hooks(*pair)
+        leaf.exp()
+        assert len(packed) == 1, HERE
+
+
+@pytest.mark.skipif(RELEASE < (2, 7), reason="hooks are forbidden only where there are none")
+def test_hooks_are_put_back_where_new_ones_are_forbidden():
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks:
+        torch._C._autograd._saved_tensors_hooks_disable("forbidden", False)
+        try:
+            _torch_hooks.pop_hooks()
+            _torch_hooks.push_hooks(hooks.pack_hook, hooks.unpack_hook)
+            assert message() == "forbidden", HERE
+        finally:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        assert _torch_hooks.hooks_on_top() == (hooks.pack_hook, hooks.unpack_hook), HERE
+
+
+def test_who_forbids_hooks_does_it_by_the_generator_that_is_exchanged():
+    assert _torch_hooks.disabling.__code__.co_freevars == (), HERE
+    assert inspect.isgeneratorfunction(_torch_hooks.disabling), HERE
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="why"):
+        torch.autograd.graph.disable_saved_tensors_hooks("why").__enter__()
+    source = inspect.getsource(torch._functorch.vmap.doesnt_support_saved_tensors_hooks)
+    assert "torch.autograd.graph.disable_saved_tensors_hooks(" in source, HERE

@@ -27,6 +27,7 @@ from .mutation_text import Mutation, mutation_error
 from .op_names import allowed_names
 from .owned_watch import SavedWatch, saving, unpacking
 from .site import Place, place_of, user_frame
+from .step_aside import exchange, is_step_aside
 from .watch import Watch, is_allowed, parts
 from .weak_watch import WeakWatch, is_watchable
 
@@ -76,9 +77,10 @@ def guard_saved_tensors(
     guard = _SavedTensors(check == "content", allowed_names(allow), copies=on_mutation == "copy")
     with ExitStack() as stack:
         stack.enter_context(Onlooker(record="none"))
+        stack.enter_context(exchange.wanted())
         outer = _torch_guard.top_saved_tensors_hooks() or (_identity, _identity)
-        stack.enter_context(_hooks(*guard.wrap(*outer)))
-        stack.enter_context(_wrap_inner(guard))
+        stack.enter_context(_hooks(*guard.wrap(*outer, steps_aside=True)))
+        stack.enter_context(_inner.guarded_by(guard))
         yield
 
 
@@ -101,7 +103,7 @@ class _SavedTensors:
         """Whether hooks that are entered now are entered inside of the guard."""
         return threading.get_ident() == self._thread
 
-    def wrap(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+    def wrap(self, pack: Pack, unpack: Unpack, *, steps_aside: bool = False) -> tuple[Pack, Unpack]:
         """The same hooks, guarded."""
 
         def unpack_checking(packed: _Packed) -> torch.Tensor:
@@ -113,7 +115,9 @@ class _SavedTensors:
             self._check(t, packed.watches)
             return t
 
-        return _PackWatching(pack, unpack, self._content, self._copies), unpack_checking
+        packing = _PackWatching(pack, unpack, self._content, self._copies)
+        packing.steps_aside = steps_aside
+        return packing, unpack_checking
 
     def _copy(self, t: Any, watches: Iterable[WeakWatch]) -> torch.Tensor | None:
         """The copy that was made of t before something wrote to it, if t was saved in its place."""
@@ -148,9 +152,14 @@ class _PackWatching:
 
     It tells torch what hooks of the user's are behind it, in the way of checkpoint's own hooks from
     2.14 on, so that they are found where selective checkpointing looks for them.
+
+    Attributes:
+        steps_aside: whether it is the guard's own, and nobody's hook is guarded with it that was
+            entered inside.
     """
 
     _checkpoint_internal = True
+    steps_aside = False
 
     def __init__(self, pack: Pack, unpack: Unpack, content: bool, copies: bool) -> None:
         self._pack = pack
@@ -185,23 +194,49 @@ def _identity(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _wrap_inner(guard: _SavedTensors) -> Iterator[None]:
-    """Guard the hooks that are entered inside too: only the innermost pair is ever called."""
-    enter = _hooks.__enter__
+class _Inner:
+    """Guards the hooks that are entered inside too: only the innermost pair is ever called.
 
-    def enter_guarded(hooks: Any) -> Any:
-        own = hooks.pack_hook, hooks.unpack_hook
-        # A GraphModule is for the compiler to read.
-        if guard.is_mine() and not isinstance(own[0], torch.nn.Module):
-            hooks.pack_hook, hooks.unpack_hook = guard.wrap(*own)
+    Guards of several threads share the one exchange, in whatever order they end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_exchanged = False
+        self.guards: tuple[_SavedTensors, ...] = ()
+        self.enter = _hooks.__enter__
+
+    @contextmanager
+    def guarded_by(self, guard: _SavedTensors) -> Iterator[None]:
+        """Have a guard wrap the hooks that its thread enters inside."""
+        with self._lock:
+            self.guards = (*self.guards, guard)
+            if not self._is_exchanged:
+                self.enter, _hooks.__enter__ = _hooks.__enter__, _enter_guarded
+                self._is_exchanged = True
         try:
-            return enter(hooks)
+            yield
         finally:
-            hooks.pack_hook, hooks.unpack_hook = own
+            with self._lock:
+                self.guards = tuple(other for other in self.guards if other is not guard)
+                if not self.guards and _hooks.__enter__ is _enter_guarded:
+                    _hooks.__enter__ = self.enter
+                    self._is_exchanged = False
 
-    _hooks.__enter__ = enter_guarded
+
+_inner = _Inner()
+
+
+def _enter_guarded(hooks: Any) -> Any:
+    own = hooks.pack_hook, hooks.unpack_hook
+    # A GraphModule is for the compiler to read.
+    if not isinstance(own[0], torch.nn.Module):
+        aside = is_step_aside(own[0])  # those of a guard inside of others
+        for guard in reversed(_inner.guards):
+            if guard.is_mine():
+                pair = hooks.pack_hook, hooks.unpack_hook
+                hooks.pack_hook, hooks.unpack_hook = guard.wrap(*pair, steps_aside=aside)
     try:
-        yield
+        return _inner.enter(hooks)
     finally:
-        _hooks.__enter__ = enter
+        hooks.pack_hook, hooks.unpack_hook = own
