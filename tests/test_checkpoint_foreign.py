@@ -376,3 +376,36 @@ def test_arguments_go_on_to_the_context_fn():
 
 def test_guard_makes_a_plain_function():
     assert type(guard(stock)) is type(test_guard_makes_a_plain_function)
+
+
+MEMORY = {
+    "empty": lambda t: torch.empty(t.shape),
+    "empty_like": torch.empty_like,
+    "new_empty": lambda t: t.new_empty(t.shape),
+    "empty_strided": lambda t: torch.empty_strided(t.shape, t.stride()),
+    "new_empty_strided": lambda t: t.new_empty_strided(t.shape, t.stride()),
+}
+TAKES_MEMORY = [
+    getattr(getattr(torch.ops.aten, name), "memory_format" if name == "empty" else "default")
+    for name in MEMORY
+]
+
+
+@pytest.mark.parametrize("check", ["storage", "content"])
+@pytest.mark.parametrize("make", MEMORY.values(), ids=MEMORY)
+def test_memory_without_content_that_a_pair_keeps_is_no_alarm(make, check):
+    def region(x):
+        h = make(x)
+        h.copy_(x @ x)
+        h.mul_(2)
+        return (h.sin() * h).exp().sum()
+
+    def gradient(context_fn):
+        torch.manual_seed(0)
+        x = torch.randn(3, 3, requires_grad=True)
+        checkpoint(region, x, use_reentrant=False, context_fn=context_fn).backward()
+        return x.grad
+
+    pair = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, TAKES_MEMORY)
+    right = gradient(torch_checkpoint.noop_context_fn)
+    assert torch.equal(gradient(guard(pair, check=check)), right)

@@ -278,3 +278,47 @@ all_gather: c10d.allgather_.default(output_tensors) version 0 -> 1, thread MainT
 reduce_scatter: aten.copy_.default(self) version 0 -> 1, thread MainThread
 functional: _c10d_functional.all_gather_into_tensor_out.default(out) version 0 -> 1, thread MainThread""",  # noqa: E501
     )
+
+
+def test_a_loop_is_told_once_with_a_count():
+    def region(x, w):
+        h = x[0] @ w
+        for i in range(40):
+            h.add_(1)
+            h[i % 3].mul_(2)
+            if i < 2:
+                h.neg_()
+        return h.sin().sum()
+
+    assert_expected_inline(
+        text_of(region),
+        """\
+a tensor cached by selective checkpointing has been mutated before it was reused
+  saved     aten.mm.default -> f32[3, 3]          test.py:+1 in region:  h = x[0] @ w
+  written   aten.add_.Tensor(self)                test.py:+3 in region:  h.add_(1)
+            version 0 -> 1, thread MainThread
+            ... 14 more times
+  written   aten.mul_.Tensor(self)                test.py:+4 in region:  h[i % 3].mul_(2)
+            version 1 -> 2, thread MainThread
+            ... 14 more times
+  written   aten.neg_.default(self)               test.py:+6 in region:  h.neg_()
+            version 2 -> 3, thread MainThread
+            ... once more
+            and 50 more writes
+  mend      use the out-of-place op on line +3, or add 'aten.add_' to allow=
+            use the out-of-place op on line +4, or add 'aten.mul_' to allow=
+            use the out-of-place op on line +6, or add 'aten.neg_' to allow=""",
+    )
+
+
+def test_all_writes_of_a_loop_are_in_the_error():
+    table = torch.ones(3)
+    with track():
+        guard = MutationGuard()
+        entry = guard.save(table, "the table")
+        for _ in range(5):
+            table.add_(1)
+    with pytest.raises(MutatedTensorError) as caught:
+        entry.get()
+    assert [write.version_after for write in caught.value.writes] == [1, 2, 3, 4, 5]
+    assert "... 4 more times" in str(caught.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,11 @@ def mutation_error(
     for mutation in mutations:
         kept = mutation.watch.saved
         lines.append(_row("saved", f"{kept.op} -> {brief(kept.dtype, kept.shape)}", kept.site))
-        for write in mutation.writes:
+        for write, count in _grouped(mutation):
             lines += _written(mutation.watch, write)
+            if count > 1:
+                times = "once more" if count == 2 else f"{count - 1} more times"
+                lines.append(f"  {'':9} ... {times}")
         if mutation.more:
             lines.append(f"  {'':9} and {mutation.more} more writes")
     writes = [write for mutation in mutations for write in mutation.writes]
@@ -60,6 +63,18 @@ def mutation_error(
 
 def _row(head: str, what: str, site: Site) -> str:
     return f"  {head:9} {what:36}  {'' if site == UNKNOWN else with_source(site)}".rstrip()
+
+
+def _grouped(mutation: Mutation) -> Iterator[tuple[Write, int]]:
+    """The first write of each op, line and way, and how many there were: a loop is told once."""
+    counts: dict[Any, int] = {}
+    firsts: dict[Any, Write] = {}
+    for index, write in enumerate(mutation.writes):
+        way = write.argument, write.thread, mutation.watch.through(write.region)
+        key = (write.op, write.site, way) if write.site != UNKNOWN else index
+        firsts.setdefault(key, write)
+        counts[key] = counts.get(key, 0) + 1
+    return ((write, counts[key]) for key, write in firsts.items())
 
 
 def _written(watch: Watch, write: Write) -> list[str]:

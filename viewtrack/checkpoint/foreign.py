@@ -33,6 +33,7 @@ from ..weak_watch import WeakWatch, is_watchable
 from .create import Contexts
 from .inputs import Inputs, hinted
 from .options import Check, OnMutation, Options, make_options
+from .passing import has_no_content
 
 ContextFn = Callable[..., Contexts]
 
@@ -203,7 +204,7 @@ class Recorder(TopMode):
         if self.made.inputs is not None:
             self.made.inputs.note(func, args, kwargs)
         out = func(*args, **kwargs)
-        for t in tensors(out):
+        for t in () if has_no_content(func) else tensors(out):
             if not is_any(t, (*args, *kwargs.values())):
                 for part in parts(t):
                     if is_watchable(part):
@@ -243,7 +244,7 @@ class Checker(TopMode):
             hinted(error, self.made.inputs)
             raise
         if self._handed_out:
-            for handed in self._handed_out:
+            for handed in () if has_no_content(func) else self._handed_out:
                 self._check(str(func), handed)
             return out
         given = {key_of(t) for t in tensors((args, tuple(kwargs.values())))}

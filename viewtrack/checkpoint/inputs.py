@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,9 +108,9 @@ class Inputs:
         self._course.begin()
         self._entered_again.clear()
         mutations = [m for key in self._watches if (m := self._mutation(key)) is not None]
-        if mutations:
-            self._options.react(mutation_error(_SUBJECT, mutations, _ALLOW))
         self._suspects = self._attributes.all_changes(self._options.allow)
+        if mutations:
+            self._tell([c for c in self._all_suspects() if c.tensor], mutations)
         self._hooks.append(register_module_forward_pre_hook(self._enter_again))
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -122,7 +123,7 @@ class Inputs:
             self._course.follow(func, args, {})  # all the same it is to be known how far it is
             return
         keys = self._course.follow(func, args, kwargs)
-        changes = [c for found in self._suspects.values() for c in found]
+        changes = self._all_suspects()
         if keys is not None:
             changes = [c for c in changes if c.tensor and any(c.tensor.is_on(key) for key in keys)]
         self._tell(changes)
@@ -158,13 +159,16 @@ class Inputs:
         if any(change.tensor is None for change in changes):
             self._tell(changes)
 
-    def _tell(self, changes: list[Change]) -> None:
-        if not changes:
+    def _all_suspects(self) -> list[Change]:
+        return [change for found in self._suspects.values() for change in found]
+
+    def _tell(self, changes: list[Change], mutations: Sequence[Mutation] = ()) -> None:
+        if not changes and not mutations:
             return
         for key, found in self._suspects.items():
             self._suspects[key] = [c for c in found if c not in changes]  # told once
         notes = [change.note for change in changes]
-        self._options.react(mutation_error(_SUBJECT, [], _ALLOW, notes=notes))
+        self._options.react(mutation_error(_SUBJECT, mutations, _ALLOW, notes=notes))
 
     def _mutation(self, key: int) -> Mutation | None:
         watch, (name, t) = self._watches[key].watch, self._attributes.named(key)

@@ -108,6 +108,12 @@ def has_no_result(func: Any) -> bool:
     return without_result[op]
 
 
+def has_no_content(func: Any) -> bool:
+    """Whether an op gives back memory without content, which is written next."""
+    plan = step_for(func)[1] if hasattr(func, "_op") else None
+    return plan is not None and plan.qualified.partition(".")[0] in _NO_CONTENT
+
+
 def written_besides(plan: Plan | None, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an op writes, and backward may read, besides what it returns."""
     if plan is None:
