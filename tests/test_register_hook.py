@@ -165,7 +165,16 @@ def test_hooks_in_a_compiled_function():
         y.register_hook(lambda grad: grad * 3)
         return y.sin()
 
-    with vt.track():
+    def gradient():
+        torch.compiler.reset()
         x = torch.zeros(2, requires_grad=True)
-        torch.compile(fn, backend="aot_eager", fullgraph=True)(x).sum().backward()
-    assert x.grad.tolist() == [6, 6]
+        torch.compile(fn, backend="aot_eager", fullgraph=whole)(x).sum().backward()
+        return x.grad.tolist()
+
+    whole = True
+    try:
+        assert gradient() == [6, 6]
+    except torch._dynamo.exc.Unsupported:  # torch 2.9 breaks the graph there by itself
+        whole = False
+    with vt.track():
+        assert gradient() == [6, 6]
