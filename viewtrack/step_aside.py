@@ -13,23 +13,18 @@ entered.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from ._torch.dynamo import skip_dynamo
 from ._torch.hooks import disabling, hooks_on_top, knows_the_top, pop_hooks, push_hooks
+from .code_exchange import CodeExchange, copy_of
 
 _hooks: Any = torch.autograd.graph.saved_tensors_hooks
-_stock_code = disabling.__code__
-_stock = contextmanager(
-    FunctionType(_stock_code, disabling.__globals__, disabling.__name__, disabling.__defaults__)
-)
-
-Wrap = Callable[[Any, Any], tuple[Any, Any]]
+_stock = contextmanager(copy_of(disabling))
 
 
 class _Entered(threading.local):
@@ -107,6 +102,7 @@ class _Exchange:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wanted = 0
+        self._code = CodeExchange((disabling, _disabling))
         self.enter, self.exit = _hooks.__enter__, _hooks.__exit__
 
     @contextmanager
@@ -122,8 +118,7 @@ class _Exchange:
         """Exchange it, unless it is, or somebody else has exchanged it."""
         with self._lock:
             self._wanted += 1
-            if disabling.__code__ is _stock_code:
-                disabling.__code__ = _disabling.__code__
+            self._code.acquire()
             if self._wanted == 1 and not knows_the_top:
                 self.enter, self.exit = _hooks.__enter__, _hooks.__exit__
                 _hooks.__enter__, _hooks.__exit__ = _enter, _exit
@@ -132,10 +127,9 @@ class _Exchange:
         """Undo that with the last one."""
         with self._lock:
             self._wanted -= 1
+            self._code.release()
             if self._wanted:
                 return
-            if disabling.__code__ is _disabling.__code__:
-                disabling.__code__ = _stock_code
             if _hooks.__enter__ is _enter and _hooks.__exit__ is _exit:
                 _hooks.__enter__, _hooks.__exit__ = self.enter, self.exit
 
