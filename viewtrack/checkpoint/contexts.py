@@ -150,9 +150,7 @@ class CachingMode(_torch_guard.CachingMode):
         else:
             out = self._run_step(step, plan, op, args, kwargs)
         if saving:
-            kept = self._kept(plan.name, out)
-            written = written_besides(plan, args, kwargs)
-            self._entries[op].append(Besides(kept, written) if written else kept)
+            self._entries[op].append(self._entry(op, plan, args, kwargs, out))
         else:
             self._log(op)
         return out
@@ -176,9 +174,7 @@ class CachingMode(_torch_guard.CachingMode):
             )
         if saving and not has_no_result(func):
             plan = step_for(func)[1] if hasattr(func, "_op") else None
-            kept = self._kept(plan.name if plan is not None else str(func), out)
-            written = written_besides(plan, args, kwargs)
-            self._file(func, args, Besides(kept, written) if written else kept)
+            self._file(func, args, self._entry(func, plan, args, kwargs, out))
         elif POLICY_IN_FORWARD_ONLY:
             self._file(func, args, RECOMPUTE)
         if inputs is not None:
@@ -216,6 +212,11 @@ class CachingMode(_torch_guard.CachingMode):
             return func(*args, **kwargs)
         with track(record="none"):
             return func(*args, **kwargs)
+
+    def _entry(self, func: Any, plan: Plan | None, args: Any, kwargs: Any, out: Any) -> Any:
+        kept = self._kept(plan.name if plan is not None else str(func), out)
+        written = written_besides(plan, args, kwargs)
+        return Besides(kept, written) if written else kept
 
     def _kept(self, op: str, out: Any) -> Any:
         place = place_of(user_frame(sys._getframe(1)))
