@@ -36,8 +36,5 @@ def counting(tensors: Iterable[Any]) -> Iterator[None]:
 
 def is_counted(plan: Plan, args: Any, kwargs: Any) -> bool:
     """Whether all that an op writes is counted above."""
-    ids = state.ids
-    if not ids:
-        return False
-    written = [t for a in plan.writes for t in a.tensors(args, kwargs)]
-    return bool(written) and all(id(t) in ids for t in written)
+    written = plan.tensors_written(args, kwargs)
+    return bool(written) and all(id(t) in state.ids for t in written)

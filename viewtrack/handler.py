@@ -222,11 +222,11 @@ def _facts_of(func: Any) -> _Facts:
         return None, False, None, False
     plan = plan_of(func)
     written = None
-    if plan.writes and plan.has_native_kernel and not plan.is_composite:
+    if plan.writes and _has_kernel_above(plan):
         written = plan.sole_write.index if plan.sole_write else _SEVERAL
     elif any(is_uncounted_of_wrappers(plan, a) for a in plan.writes):
         written = _SEVERAL
-    views = bool(plan.views) and plan.has_native_kernel and not plan.is_composite
+    views = bool(plan.views) and _has_kernel_above(plan)
     facts = written, views, plan, wants_key_off(plan)
     if not plan.is_recorded_inside:  # of such a one it is asked each time where it comes from
         _facts[func._op] = facts
@@ -246,13 +246,13 @@ def _is_recorded(frame: FrameType, func: Any, types: Any, args: Any) -> bool:
     )
 
 
-def _is_counted_above(plan: Plan) -> bool:
+def _has_kernel_above(plan: Plan) -> bool:
     return plan.has_native_kernel and not plan.is_composite
 
 
 def _noted(plan: Plan, types: Any, args: Any, kwargs: Any) -> list[int | None]:
     """The versions of what the op writes; none where nothing will have to be done about them."""
-    return _versions(plan, args, kwargs) if types or _is_counted_above(plan) else []
+    return _versions(plan, args, kwargs) if types or _has_kernel_above(plan) else []
 
 
 def _versions(plan: Plan, args: Any, kwargs: Any) -> list[int | None]:
@@ -265,7 +265,7 @@ def _settle(
     """Take back what the kernel above counts again; count what neither it nor the handler does."""
     if not was:
         return
-    if not _is_counted_above(plan):
+    if not _has_kernel_above(plan):
         _count_wrappers(was, frame, plan, args, kwargs)
     elif _versions(plan, args, kwargs) != was and _is_counted(frame, plan, args, kwargs):
         for (_, t), old in zip(writes_of(plan, args, kwargs), was, strict=True):

@@ -61,14 +61,6 @@ def count(tensors: Sequence[Any]) -> None:
             torch.autograd.graph.increment_version(t)
 
 
-def written_by(plan: Plan, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an op writes."""
-    sole = plan.sole_write
-    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the rest
-        return [args[sole.index]]
-    return [t for a in plan.writes for t in a.tensors(args, kwargs)]
-
-
 def originals(
     written: Sequence[Any], plan: Plan, args: Any, kwargs: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -83,7 +75,7 @@ def originals(
     Returns:
         The arguments, and those written that alias none.
     """
-    declared = written_by(plan, args, kwargs)
+    declared = plan.tensors_written(args, kwargs)
     found = [(t, next((d for d in declared if _is_or_aliases(t, d)), None)) for t in written]
     return [d for _, d in found if d is not None], [t for t, d in found if d is None]
 

@@ -147,6 +147,13 @@ class Plan:
         """Whether nothing but values comes out of the op and nothing goes in."""
         return not (self.views or self.writes or self.may_alias_undeclared)
 
+    def tensors_written(self, args: Any, kwargs: Any) -> list[Any]:
+        """The tensors that a call writes."""
+        sole = self.sole_write
+        if sole is not None and sole.index < len(args):  # nearly all writes; spare them the rest
+            return [args[sole.index]]
+        return [t for a in self.writes for t in a.tensors(args, kwargs)]
+
     @property
     def updates_beside_results(self) -> bool:
         """Whether it is an op like batch norm, below whose Autograd kernel nothing counts.

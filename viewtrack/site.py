@@ -28,7 +28,7 @@ from .counted_above import is_counted
 from .counted_above import state as above_here
 from .mode_frames import CODE as MODE_FRAME
 from .mode_frames import has_one_above, wrapped
-from .one_count import ASK, settle, written_by
+from .one_count import ASK, settle
 from .plan import Plan, plan_of
 from .stand_in import CODE as SUBCLASS_FRAME
 
@@ -144,7 +144,7 @@ def locate(
         if code.co_name in handler_names and _is_handler(frame, code):
             settled = settled or _is_tracked(frame)
             given = _given(frame, code)
-            written = written or written_by(plan, args, kwargs)
+            written = written or plan.tensors_written(args, kwargs)
             above = _passes_on(given, written)
             if above is None:
                 user = user or _beyond(frame, code)
@@ -234,7 +234,7 @@ def _passes_on(given: Any, written: Sequence[Any]) -> Plan | None:
     if given is None:
         return None
     above = plan_of(given[0])
-    declared = written_by(above, given[1], given[2])
+    declared = above.tensors_written(given[1], given[2])
     for t in written:
         for known in declared:
             if t is known:
@@ -256,7 +256,7 @@ def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> F
     while frame is not None:
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
-            written = written_by(plan, args, kwargs)
+            written = plan.tensors_written(args, kwargs)
             return None if _passes_on(_given(frame, code), written) is None else frame
         frame = frame.f_back
     return None

@@ -285,7 +285,7 @@ def _count(plan: Plan, args: Any, kwargs: Any) -> None:
     plain_too = not (
         plan.is_collective or counted_natively() or _is_run_counted(plan, args, kwargs)
     )
-    for t in [t for a in plan.writes for t in a.tensors(args, kwargs)]:
+    for t in plan.tensors_written(args, kwargs):
         if is_wrapper(t):
             count_inner_write(t)
         if not above and (not kind_of(type(t)).counts_itself if is_wrapper(t) else plain_too):

@@ -57,5 +57,5 @@ def _key(frame: FrameType) -> Any:
 
 
 def _write(plan: Plan, args: Any, kwargs: Any) -> Any:
-    written = [(id(t), version(t)) for a in plan.writes for t in a.tensors(args, kwargs)]
+    written = [(id(t), version(t)) for t in plan.tensors_written(args, kwargs)]
     return plan.qualified, written
