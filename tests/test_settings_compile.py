@@ -216,6 +216,29 @@ def test_a_traced_function_that_was_made_before(tracker):
         same(traced(x), want)
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda number, x: number.view(1),  # as torch does to print a graph
+        lambda number, x: torch.embedding(x, number),
+        lambda number, x: x.copy_(number),
+        lambda number, x: torch.gather(x, 1, number.expand(2, 1)),
+    ],
+)
+@pytest.mark.parametrize("record", ["none", "site"])
+def test_the_constants_of_a_trace_come_to_handlers_as_numbers(fn, record):
+    graph = torch.jit.trace(lambda x: x * 1, (torch.ones(2, 3),)).graph
+    (number,) = [
+        node.t("value")
+        for node in graph.findAllNodes("prim::Constant")
+        if node.hasAttribute("value") and node.kindOf("value") == "t"
+    ]
+    x = torch.rand(2, 3)
+    want = fn(number, x.clone())
+    with vt.track(record=record):
+        same(fn(number, x.clone()), want)
+
+
 def test_errors_about_numbers_stay_those_of_stock():
     def program():
         return [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from viewtrack._torch.bindings import BOUND, bindings
 
@@ -23,6 +23,9 @@ def samples(name):
         "_log_softmax.default": [(x, -1, False)],
         "_softmax.default": [(x, -1, False)],
         "_scaled_dot_product_flash_attention_for_cpu.default": [(heads, heads, heads)],
+        "add_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, True), (x, b)],
+        "addcdiv_.default": [(x, x * 2, x * 3 + 9)],
+        "addcmul_.default": [(x, x * 2, x * 3)],
         "add.Tensor": [(x, x), (x, 2), (x, 2.5), (x, True), (2, x), (x, b), (x, 1j)],
         "addmm.default": [(b, m, w)],
         "baddbmm.default": [(x, x, w.expand(2, 4, 4))],
@@ -31,12 +34,16 @@ def samples(name):
         "convolution.default": [
             (x, torch.randn(5, 3, 2), None, [1], [0], [1], False, [0], 1),
         ],
+        "copy_.default": [(x, x * 2), (x, b), (x, x > 0, True)],
+        "div_.Tensor": [(x, x + 9), (x, 2), (x, 2.5), (x, b + 9)],
         "div.Tensor": [(x, x), (x, 2), (2.0, x)],
         "embedding.default": [(w, torch.tensor([1, 2])), (w, torch.tensor([1]), 2, True, False)],
         "expand.default": [(b, [2, 3, 4]), (b, [2, -1])],
+        "lerp_.Scalar": [(x, x * 2, 0.5), (x, x * 2, 1)],
         "masked_fill.Scalar": [(x, x > 0, 0.0), (x, x > 0, 1), (x, x > 0, True)],
         "mean.dim": [(x, [-1], True), (x, [0, 1]), (x, None), (x, [])],
         "mm.default": [(m, w)],
+        "mul_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, True), (x, b)],
         "mul.Tensor": [(x, x), (x, 3), (0.5, x), (x, torch.tensor(2.0))],
         "native_dropout.default": [(x, 0.0, True), (x, 0.0, None)],
         "native_layer_norm.default": [(x, [4], b, b, 1e-5), (x, [4], None, None, 1e-5)],
@@ -44,6 +51,7 @@ def samples(name):
         "pow.Tensor_Scalar": [(x, 2), (x, 0.5)],
         "select.int": [(x, 0, 1), (x, -1, -1)],
         "squeeze.dim": [(x, 0)],
+        "sub_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, b)],
         "sub.Tensor": [(x, x), (x, 2), (1.5, x)],
         "sum.dim_IntList": [(x, [-1], True), (x, [0, 1]), (x, None)],
         "t.default": [(w,)],
@@ -101,7 +109,10 @@ def test_a_binding_issues_the_very_op(name):
     op = getattr(getattr(aten, base), overload)._op
     assert bindings[op] is BOUND[name]
     for args in samples(name):
-        by_op, by_binding = in_a_handler(op, args), in_a_handler(bindings[op], args)
+        by_op, by_binding = (
+            in_a_handler(call, tree_map_only(torch.Tensor, torch.clone, args))  # some write
+            for call in (op, bindings[op])
+        )
         assert by_op[0] == by_binding[0], (HERE, args)
         assert len(by_op[0]) == 1, HERE
         assert described(by_op[1]) == described(by_binding[1]), (HERE, args)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
-from . import _torch, full_modes, mode_frames
+from . import _torch, full_modes, handlers_above, mode_frames
 from .anchors import drop_anchor, weigh_anchor
 from .decorate import tracked_calls
 from .errors import ViewTrackError
@@ -142,6 +142,8 @@ class _Active(threading.local):
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
             mode_frames.start()
+            unseen = _torch.below_autograd() or not mode_frames.sees_modes()
+            self.mode.above[:] = [handlers_above.UNKNOWN] if unseen else []
         self.trackers.append(tracker)
         self.mode.known_aliases.clear()  # each tracker is told
         self._update()
@@ -160,6 +162,7 @@ class _Active(threading.local):
             self._update()
         finally:
             if not self.trackers:
+                self.mode.above[:] = [handlers_above.UNKNOWN]
                 mode_frames.stop()
                 self.mode.__exit__(None, None, None)
                 self._on_leaving.close()

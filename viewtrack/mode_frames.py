@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _torch, handlers_above
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
 from .code_exchange import CodeExchange, copy_of
@@ -52,9 +52,15 @@ def stop() -> None:
     _exchange.release()
 
 
+def sees_modes() -> bool:
+    """Whether all modes are seen that are entered; not if somebody else exchanged the code."""
+    return _exchange.is_done
+
+
 def enter(mode: Any) -> Any:
     """Enter a mode as torch does, and give it a frame if it needs one."""
     entered = _stock_enter(mode)
+    handlers_above.entered(mode)
     if _here.wanted and not _is_known(mode):
         frame, handler = _handler_of(mode)
         if frame is not None:
@@ -73,7 +79,10 @@ def leave(mode: Any, *error: Any) -> Any:
         frame.depth -= 1
         if not frame.depth:
             _take(mode, frame)
-    return _stock_leave(mode, *error)
+    below = handlers_above.below(mode)
+    left = _stock_leave(mode, *error)
+    handlers_above.left(mode, below)
+    return left
 
 
 def _take(mode: Any, frame: Any) -> None:

@@ -15,6 +15,7 @@ Located = tuple[int, bool, Any]
 class Recorder(Protocol):
     """What a step asks of the mode that it runs for."""
 
+    above: list[int]
     level: int
     joins_unsafe_views: bool
 

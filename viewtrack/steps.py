@@ -1,7 +1,9 @@
 """What the tracker does with each kind of op.
 
 The mode at the bottom of the stack (`tracking.py`) sees every op that user code, another mode's
-handler or a subclass's handler issues. What it does with one depends on the op's plan:
+handler or a subclass's handler issues. Where nothing is above it that has a handler
+(`handlers_above.py`) few ops need one, since kernels above see to the rest (`step_choice.py`).
+Else it depends on the op's plan what is done:
 
 * a functional op goes straight through;
 * a view op runs with ADInplaceOrView on, so the result shares its base's counter; then it is
@@ -31,7 +33,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, own_saves, undeclared_writes
+from . import _torch, undeclared_writes
 from ._torch import (
     ADINPLACEORVIEW,
     CONJUGATE,
@@ -40,7 +42,6 @@ from ._torch import (
     is_excluded,
     set_excluded,
 )
-from ._torch.kernels import composite_kernel
 from .before_write import Watching, watches_reached
 from .collectives import is_counted_by_backend
 from .info import version
@@ -56,20 +57,20 @@ from .operands import (
     undeclared,
     written,
 )
-from .plan import SHARE_UNDECLARED, Argument, Plan, caches, plan_of
+from .plan import SHARE_UNDECLARED, Argument, Plan
 from .recorder import Located, Recorder
-from .site import issued_in_handler, locate
+from .site import issued_in_handler, locate, user_frame
 from .the_one import run_plain, run_the_one, run_the_one_by_alias
 from .watch import watched
 
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
 
 _detach = TensorBase.detach
-_VIEW = torch.ops.aten.view.default._op
 _mode_stack_len = _torch.mode_stack_len
 
 
-def _view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """A view op that returns one view."""
     set_excluded(ADINPLACEORVIEW, False)
     try:
         out = op(*args, **kwargs) if kwargs else op(*args)
@@ -81,7 +82,7 @@ def _view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         set_excluded(ADINPLACEORVIEW, True)
 
 
-def _views(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def views(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A view op that returns a list. Native lets none of these be written: `notes.py` says why."""
     if mode.level:
         mode.took_apart(plan, args[0])
@@ -95,10 +96,11 @@ def _views(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         set_excluded(ADINPLACEORVIEW, True)
 
 
-def _detach_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def detach_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    """`aten.detach`, unless C++ asks for it."""
     if not is_excluded(ADINPLACEORVIEW):
         return op(*args, **kwargs)
-    return _view(mode, plan, op, args, kwargs)
+    return view(mode, plan, op, args, kwargs)
 
 
 def _guarded(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
@@ -114,7 +116,7 @@ def _guarded(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any
         set_excluded(ADINPLACEORVIEW, was)
 
 
-def _composite(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def composite(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A composite op that does not write: from a handler, and in inference mode, it comes whole.
 
     In inference mode nothing above marks what comes of it, if it has no ADInplaceOrView kernel.
@@ -137,9 +139,13 @@ def _hidden_of_sparse(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: An
     return run(mode, plan, op, args, kwargs)
 
 
-def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has an ADInplaceOrView kernel."""
-    located = locate(sys._getframe(2), plan, args, kwargs, TAKE)
+    frame = sys._getframe(2)
+    if mode.above:
+        located = locate(frame, plan, args, kwargs, TAKE)
+    else:
+        located = ABOVE, False, user_frame(frame)
     run = _RUNS[located[0]]
     watching = watches_reached(plan, args, kwargs) if watched else {}
     if not (mode.level or watching):
@@ -158,7 +164,7 @@ def _counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) 
     return out
 
 
-def _write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def write_counted_first(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write of a `torch.library.custom_op`: the kernel above has counted it already."""
     counted, in_handler, user = locate(sys._getframe(2), plan, args, kwargs, TAKE)
     run = _RUNS[counted]
@@ -189,7 +195,7 @@ def _record_all(
 _RUNS: tuple[Step, ...] = (_guarded, run_plain, run_the_one, run_the_one_by_alias)
 
 
-def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A write whose op has no ADInplaceOrView kernel."""
     watching = watches_reached(plan, args, kwargs) if watched else {}
     writes = written(plan, args, kwargs)
@@ -209,7 +215,7 @@ def _uncounted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any
     return out
 
 
-def _collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A collective of torch.distributed that writes: no kernel counts it, so this does, once."""
     watching = watches_reached(plan, args, kwargs) if watched else {}
     if is_counted_by_backend(plan.qualified, args):
@@ -226,7 +232,7 @@ def _collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> 
     return out
 
 
-def _functional_collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def functional_collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """A collective that does not write, or the wait for one.
 
     What it returns is written later, by a thread that inherits what is excluded here. Nobody may
@@ -246,26 +252,26 @@ def _functional_collective(mode: Recorder, plan: Plan, op: Any, args: Any, kwarg
     return out
 
 
-def _unsafe_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def unsafe_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """`aten._unsafe_view` is `aten.view` that keeps the relation to itself; view costs us less.
 
     Not where modes below would see another op than was called.
     """
     simple = not (_mode_stack_len() or kwargs) and type(args[0]) is torch.Tensor
     if not (simple and mode.joins_unsafe_views):
-        return _undeclared(mode, plan, op, args, kwargs)
+        return undeclared_alias(mode, plan, op, args, kwargs)
     mode.found_alias(plan)
-    return _view(mode, plan, _VIEW, args, kwargs)
+    return view(mode, plan, TensorBase.view, args, kwargs)
 
 
-def _undeclared(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def undeclared_alias(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """An op that may return memory of its arguments without its schema saying so."""
     out = op(*args, **kwargs)
     _join_undeclared(mode, plan, args, kwargs, out)
     return out
 
 
-def _updating(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def updating(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """An op that updates running statistics without its schema saying so."""
     if not watched:
         return op(*args, **kwargs) if kwargs else op(*args)
@@ -277,15 +283,15 @@ def _updating(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> An
 
 
 def _join_undeclared(mode: Recorder, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
-    unsafe_view = plan.qualified in SHARE_UNDECLARED
-    share = mode.joins_unsafe_views if unsafe_view else not plan.is_aten
+    is_unsafe_view = plan.qualified in SHARE_UNDECLARED
+    share = mode.joins_unsafe_views if is_unsafe_view else not plan.is_aten
     for t, base in undeclared(plan, args, kwargs, out):
         mode.found_alias(plan)
         if share and joinable(t, base):
             _torch.as_view_version_only(t, base)
 
 
-def _foreign(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+def foreign(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
     """An op of someone else's that does not write, and has no ADInplaceOrView kernel."""
     if plan.is_recorded_inside and not issued_in_handler(sys._getframe(2), plan, args)[0]:
         out = _recorded(mode, plan, op, args, kwargs)
@@ -306,14 +312,14 @@ def _recorded(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> An
         return op(*args, **kwargs)
 
 
-def _resolving(step: Step, always: bool) -> Step:
+def resolving(step: Step, always: bool) -> Step:
     """The step, with conj and neg bits resolved in whatever its kernel calls.
 
     The dispatcher excludes Conjugate and Negative before it calls a handler. Under a mode that does
     nothing, `linalg_pinv` reads its conjugated views as they lie in memory, and is wrong.
     """
 
-    def resolving(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
+    def resolved(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
         if not (always or is_complex(args)):
             return step(mode, plan, op, args, kwargs)
         conjugate, negative = is_excluded(CONJUGATE), is_excluded(NEGATIVE)
@@ -325,69 +331,4 @@ def _resolving(step: Step, always: bool) -> Step:
             set_excluded(CONJUGATE, conjugate)
             set_excluded(NEGATIVE, negative)
 
-    return resolving
-
-
-def choose(func: Any) -> tuple[Step | None, Plan]:
-    """The step for an op, None if it goes straight through, and its plan."""
-    plan = plan_of(func)
-    step = _step_of(plan)
-    if plan.is_composite and plan.has_native_kernel and plan.writes:
-        step = _decomposing(func)
-    if plan.qualified in own_saves.OPS:
-        step = own_saves.unseen_by_own(step or run_plain)
-    if plan.is_composite or (plan.is_made_of_other_ops and not plan.views):
-        if not plan.is_composite:
-            on_real[func._op] = step
-        step = _resolving(step or run_plain, always=plan.is_composite)
-    return step, plan
-
-
-def _decomposing(func: Any) -> Step:
-    """For `matmul.out`, whose ADInplaceOrView kernel is out of reach from above autograd."""
-    kernel = composite_kernel(func)
-
-    def decomposing(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:
-        return _uncounted_write(mode, plan, kernel, args, kwargs)
-
-    return decomposing
-
-
-def _step_of(plan: Plan) -> Step | None:
-    if plan.is_collective:
-        return _collective if plan.writes else _functional_collective
-    if plan.writes:
-        if plan.is_counted_first:
-            return _write_counted_first
-        counted = plan.has_native_kernel and not plan.is_composite
-        return _counted_write if counted else _uncounted_write
-    if plan.is_composite:
-        return _composite
-    if plan.qualified == "aten::detach":
-        return _detach_view
-    if plan.views and plan.has_native_kernel and plan.is_aten:
-        return _views if plan.views[0].is_list else _view
-    if plan.views or not (plan.is_aten or plan.has_native_kernel):
-        return _foreign
-    if plan.qualified == "aten::_unsafe_view":
-        return _unsafe_view
-    if plan.qualified in undeclared_writes.UPDATES:
-        return _updating
-    return _undeclared if plan.may_alias_undeclared else None
-
-
-def step_for(func: Any) -> tuple[Step | None, Plan]:
-    """The step for an op, None if it goes straight through, and its plan; chosen once."""
-    try:
-        return chosen[func._op]
-    except KeyError:
-        found = chosen[func._op] = choose(func)
-        return found
-
-
-# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-chosen: dict[Any, tuple[Step | None, Plan]] = {}
-
-#: The step of an op whose step resolves conj and neg bits, for when its arguments are real.
-on_real: dict[Any, Step | None] = {}
-caches.extend((chosen, on_real))
+    return resolved

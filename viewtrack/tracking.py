@@ -16,6 +16,7 @@ import torch
 from . import _torch
 from ._torch import ADINPLACEORVIEW, is_excluded, set_excluded
 from .before_write import Watching
+from .handlers_above import SUBCLASS, BelowHandlers
 from .info import version
 from .ledger import ledger
 from .operands import (
@@ -29,14 +30,15 @@ from .plan import Argument, Plan
 from .recorder import Located
 from .site import Place, Site, issued_in_handler, locate, place_of, site_at
 from .stand_in import with_a_frame
-from .steps import Step, choose, chosen
+from .step_choice import ALWAYS, NEVER, OF_HANDLERS, way_of, ways
+from .steps import Step
 from .undeclared_writes import Updated, note_updates
-from .watch import note_write
+from .watch import note_write, watched
 
 _mode_stack_len = _torch.mode_stack_len
 
 
-class TrackingMode(_torch.QuietMode):
+class TrackingMode(BelowHandlers):
     """One for each thread; `mode.py` pushes and pops it.
 
     Attributes:
@@ -67,16 +69,20 @@ class TrackingMode(_torch.QuietMode):
         except AttributeError:  # a higher-order operator
             return func(*args, **(kwargs or {}))
         try:
-            step, plan = chosen[op]
+            step, plan, call, need = ways[op]
         except KeyError:
-            step, plan = chosen[op] = choose(func)
+            step, plan, call, need = way_of(func)
         if types and not only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
         try:
-            if step is None:
-                return op(*args, **kwargs) if kwargs else op(*args)
-            return step(self, plan, op, args, kwargs or {})
-        except RuntimeError as error:
+            if need is NEVER or (
+                need is not ALWAYS
+                and not self.above
+                and (need is OF_HANDLERS or not (self.level or watched))
+            ):
+                return op(*args, **kwargs) if kwargs else call(*args)
+            return step(self, plan, op if kwargs else call, args, kwargs or {})
+        except (RuntimeError, TypeError) as error:
             if (taken := with_tensors_for_numbers(plan, args, error)) is None:
                 raise
         return TrackingMode.__torch_dispatch__(self, func, types, taken, kwargs)
@@ -98,12 +104,14 @@ class TrackingMode(_torch.QuietMode):
         if _mode_stack_len():
             return self._run_subclass(step, plan, op, args, kwargs)
         self._passing = (func, first_tensor(args))
+        self.above.append(SUBCLASS)
         _torch.push_mode(self)
         try:
             with _torch.marked_as_handler():
                 return self._run_subclass(step, plan, op, args, kwargs)
         finally:
             _torch.pop_mode()
+            self.above.remove(SUBCLASS)
             # A step asks for sizes and layout before it runs the op, and these are ops as well.
             self._passing = outer
 

@@ -25,11 +25,12 @@ _functions: Any = torch._C._VariableFunctions
 _nn: Any = torch._C._nn
 
 _METHODS = (
-    *("clone.default", "cos.default", "detach.default", "exp.default", "expand.default"),
-    *("masked_fill.Scalar", "neg.default", "permute.default", "pow.Tensor_Scalar"),
-    *("relu.default", "rsqrt.default", "select.int", "sigmoid.default", "sin.default"),
-    *("squeeze.dim", "t.default", "tanh.default", "transpose.int", "unsqueeze.default"),
-    "view.default",
+    *("add_.Tensor", "addcdiv_.default", "addcmul_.default", "clone.default", "copy_.default"),
+    *("cos.default", "detach.default", "div_.Tensor", "exp.default", "expand.default"),
+    *("lerp_.Scalar", "masked_fill.Scalar", "mul_.Tensor", "neg.default", "permute.default"),
+    *("pow.Tensor_Scalar", "relu.default", "rsqrt.default", "select.int", "sigmoid.default"),
+    *("sin.default", "sqrt.default", "squeeze.dim", "sub_.Tensor", "t.default", "tanh.default"),
+    *("transpose.int", "unsqueeze.default", "view.default", "zero_.default"),
 )
 _FUNCTIONS = (
     *("_log_softmax.default", "_softmax.default"),

@@ -27,7 +27,7 @@ from ..mode import active, track
 from ..operands import is_complex
 from ..plan import Plan
 from ..site import place_of, user_frame
-from ..steps import on_real, step_for
+from ..step_choice import on_real, step_for
 from ..watch import note_alias, watched
 from .cache import CONSUMED, RECOMPUTE, Besides, Cache, hooks_for
 from .inputs import hinted

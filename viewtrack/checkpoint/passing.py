@@ -21,7 +21,7 @@ from ..mode import active
 from ..operands import is_complex, written
 from ..own_saves import OPS
 from ..plan import Plan, caches
-from ..steps import on_real, step_for
+from ..step_choice import on_real, step_for
 from ..watch import note_alias, watched
 
 Pass = Callable[..., Any]
