@@ -12,12 +12,18 @@ from benchmarks.bench_track import NoOpMode
 from benchmarks.registry import Side, pair
 
 
-def _sides(call: Callable[..., Any], *args: Any) -> tuple[Side, Side]:
+def tracked_mode() -> type[NoOpMode]:
+    """A mode that does nothing, with a `tracked` handler."""
+
     @viewtrack.tracked
     class TrackedMode(NoOpMode):
         __torch_dispatch__ = NoOpMode.__torch_dispatch__
 
-    return Side(call, args, TrackedMode), Side(call, args, NoOpMode)
+    return TrackedMode
+
+
+def _sides(call: Callable[..., Any], *args: Any) -> tuple[Side, Side]:
+    return Side(call, args, tracked_mode()), Side(call, args, NoOpMode)
 
 
 def _square() -> torch.Tensor:

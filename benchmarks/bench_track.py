@@ -1,8 +1,13 @@
-"""An op under track(), against the same op under a dispatch mode that does nothing."""
+"""An op under track(), against the same op under a dispatch mode that does nothing.
+
+Where nothing else is active the tracker leaves most ops to the kernels above. So some are measured
+beneath another mode too, against two modes that do nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +34,16 @@ class NoOpMode(TorchDispatchMode):
 def _sides(call: Callable[..., Any], args: tuple[Any, ...], record: str) -> tuple[Side, Side]:
     ours = Side(call, args, lambda: viewtrack.track(record=record))
     return ours, Side(call, args, NoOpMode)
+
+
+def _sides_below(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Side, Side]:
+    @contextlib.contextmanager
+    def both(lower: Callable[[], Any]) -> Iterator[None]:
+        with lower(), NoOpMode():
+            yield
+
+    ours = Side(call, args, lambda: both(lambda: viewtrack.track(record="none")))
+    return ours, Side(call, args, lambda: both(NoOpMode))
 
 
 def _square() -> torch.Tensor:
@@ -63,3 +78,18 @@ def _split() -> tuple[Side, Side]:
 @pair("add_, track(record='site')", target=1.45)
 def _write_with_site() -> tuple[Side, Side]:
     return _sides(torch.Tensor.add_, (_square(), _square()), "site")
+
+
+@pair("view, track(record='none') below a mode", target=1.25)
+def _view_below() -> tuple[Side, Side]:
+    return _sides_below(torch.Tensor.view, (_square(), 16))
+
+
+@pair("add_, track(record='none') below a mode", target=2.0)
+def _add_below() -> tuple[Side, Side]:
+    return _sides_below(torch.Tensor.add_, (_square(), _square()))
+
+
+@pair("split into 2, track(record='none') below a mode", target=1.3)
+def _split_below() -> tuple[Side, Side]:
+    return _sides_below(torch.Tensor.split, (_square(), 2))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import viewtrack
+from benchmarks.bench_handler import tracked_mode
 from benchmarks.bench_track import NoOpMode
 from benchmarks.registry import Side, pair
 
@@ -68,19 +69,28 @@ def _step(model: GPT, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) ->
     optimizer.step()
 
 
-def _sides(record: str, reference: Context = contextlib.nullcontext) -> tuple[Side, Side]:
+def _sides(ours: Context, reference: Context = contextlib.nullcontext) -> tuple[Side, Side]:
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     args = (model, optimizer, torch.randint(VOCABULARY, (1, LENGTH + 1)))
-    return Side(_step, args, lambda: viewtrack.track(record=record)), Side(_step, args, reference)
+    return Side(_step, args, ours), Side(_step, args, reference)
+
+
+def _unrecorded() -> contextlib.AbstractContextManager[Any]:
+    return viewtrack.track(record="none")
 
 
 @pair("GPT step, 12 layers d256 s128, track(record='none')", target=1.20)
-def _unrecorded() -> tuple[Side, Side]:
-    return _sides("none")
+def _track() -> tuple[Side, Side]:
+    return _sides(_unrecorded)
 
 
 @pair("GPT step, the same, to a mode that does nothing", target=1.05)
 def _to_a_mode() -> tuple[Side, Side]:
-    return _sides("none", NoOpMode)
+    return _sides(_unrecorded, NoOpMode)
+
+
+@pair("GPT step, the same, under a tracked handler", target=1.10, note="to the same, undecorated")
+def _tracked() -> tuple[Side, Side]:
+    return _sides(tracked_mode(), NoOpMode)
