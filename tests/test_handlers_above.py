@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from handlers import NoOp, On, Wrapper
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
@@ -92,6 +93,45 @@ def in_a_hook() -> list[Any]:
     return found
 
 
+def left_in_a_hook() -> list[Any]:
+    """Torch puts it back on the stack when backward ends."""
+    mode = On(aten.sin.default, look)
+    x = torch.ones(1, requires_grad=True)
+    y = (x * 2).sum()
+    mode.__enter__()
+    x.register_hook(lambda _: mode.__exit__(None, None, None))
+    y.backward()
+    torch.ones(()).sin()
+    mode.__enter__()
+    mode.__exit__(None, None, None)
+    _python_dispatch._pop_mode()
+    return mode.kept
+
+
+def with_an_entering_of_its_own() -> list[Any]:
+    class Own(On):
+        def __enter__(self):
+            _python_dispatch._push_mode(self)
+            return self
+
+        def __exit__(self, *error):
+            _python_dispatch._pop_mode()
+
+    with Own(aten.sin.default, look) as mode:
+        torch.ones(()).sin()
+    return mode.kept
+
+
+def put_back_on_the_stack() -> list[Any]:
+    with On(aten.sin.default, look) as mode:
+        with _python_dispatch._disable_current_modes():
+            pass
+        with _python_dispatch._pop_mode_temporarily():
+            assert active.mode.above == []
+        torch.ones(()).sin()
+    return mode.kept
+
+
 def twice_by_the_same_mode() -> list[Any]:
     mode = On(aten.sin.default, look)
     with mode:
@@ -130,7 +170,8 @@ def in_a_thread_of_backward() -> list[Any]:
 
 WAYS: list[Callable[[], list[Any]]] = [
     *(probe, as_a_decorator, in_a_subclass, after_others, left_in_another_order),
-    *(in_a_hook, twice_by_the_same_mode, in_a_thread_of_backward),
+    *(in_a_hook, left_in_a_hook, twice_by_the_same_mode, in_a_thread_of_backward),
+    *(with_an_entering_of_its_own, put_back_on_the_stack),
 ]
 
 
@@ -158,13 +199,62 @@ def test_a_tracker_that_is_entered_in_a_handler():
     assert mode.kept == RIGHT
 
 
-def test_a_mode_whose_entering_somebody_else_sees_to(monkeypatch):
-    """The code that they gave ``__enter__`` stays, and ours does not run."""
-    enter = TorchDispatchMode.__enter__
-    monkeypatch.setattr(enter, "__code__", enter.__code__.replace(co_firstlineno=1))
+def test_somebody_else_sees_to_the_stack(monkeypatch):
+    """The code that they gave a function of torch's stays, and ours does not run."""
+    push = _python_dispatch._push_mode
+    monkeypatch.setattr(push, "__code__", push.__code__.replace(co_firstlineno=1))
     with vt.track():
         assert active.mode.above == [UNKNOWN]
         assert probe() == RIGHT
+
+
+def test_somebody_else_sees_to_the_entering(monkeypatch):
+    def enter(mode):
+        _python_dispatch._push_mode(mode)
+        return mode
+
+    with vt.track():
+        monkeypatch.setattr(TorchDispatchMode, "__enter__", enter)
+        monkeypatch.setattr(TorchDispatchMode, "__exit__", lambda *_: _python_dispatch._pop_mode())
+        assert probe() == RIGHT
+        monkeypatch.undo()
+
+
+def test_a_tracker_that_is_entered_while_the_modes_are_off():
+    tracker = vt.track()
+    with On(aten.sin.default, look) as mode:
+        with _python_dispatch._disable_current_modes():
+            tracker.__enter__()
+        torch.ones(()).sin()
+    tracker.__exit__()
+    assert mode.kept == RIGHT
+
+
+def test_the_frame_of_a_mode_outlives_a_bracket_of_somebody_else():
+    """Then it is counted anew, and other trackers are told of modes afterwards."""
+
+    class Unnamed(On):
+        pass
+
+    handler = On.__torch_dispatch__
+    Unnamed.__torch_dispatch__ = lambda *given, **named: handler(*given, **named)
+    mode = Unnamed(aten.sin.default, look)
+    with vt.track():
+        full = vt.track("full")
+        full.__enter__()
+        mode.__enter__()
+        full.__exit__()
+        mode.__exit__(None, None, None)
+        for _ in range(2):
+            with mode:
+                torch.ones(()).sin()
+    with vt.track():
+        with Unnamed(aten.sin.default, look):
+            pass
+        with Unnamed(aten.sin.default, look) as other:
+            torch.ones(()).sin()
+    assert mode.kept == 2 * RIGHT
+    assert other.kept == RIGHT
 
 
 def test_what_is_above_is_forgotten():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from viewtrack._torch.bindings import BOUND, bindings
 
@@ -23,27 +23,18 @@ def samples(name):
         "_log_softmax.default": [(x, -1, False)],
         "_softmax.default": [(x, -1, False)],
         "_scaled_dot_product_flash_attention_for_cpu.default": [(heads, heads, heads)],
-        "add_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, True), (x, b)],
-        "addcdiv_.default": [(x, x * 2, x * 3 + 9)],
-        "addcmul_.default": [(x, x * 2, x * 3)],
         "add.Tensor": [(x, x), (x, 2), (x, 2.5), (x, True), (2, x), (x, b), (x, 1j)],
         "addmm.default": [(b, m, w)],
         "baddbmm.default": [(x, x, w.expand(2, 4, 4))],
         "bmm.default": [(x, w.expand(2, 4, 4))],
-        "cat.default": [([x, x],), ([x, x], -1), ((x,), 1)],
         "convolution.default": [
             (x, torch.randn(5, 3, 2), None, [1], [0], [1], False, [0], 1),
         ],
-        "copy_.default": [(x, x * 2), (x, b), (x, x > 0, True)],
-        "div_.Tensor": [(x, x + 9), (x, 2), (x, 2.5), (x, b + 9)],
         "div.Tensor": [(x, x), (x, 2), (2.0, x)],
         "embedding.default": [(w, torch.tensor([1, 2])), (w, torch.tensor([1]), 2, True, False)],
         "expand.default": [(b, [2, 3, 4]), (b, [2, -1])],
-        "lerp_.Scalar": [(x, x * 2, 0.5), (x, x * 2, 1)],
-        "masked_fill.Scalar": [(x, x > 0, 0.0), (x, x > 0, 1), (x, x > 0, True)],
         "mean.dim": [(x, [-1], True), (x, [0, 1]), (x, None), (x, [])],
         "mm.default": [(m, w)],
-        "mul_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, True), (x, b)],
         "mul.Tensor": [(x, x), (x, 3), (0.5, x), (x, torch.tensor(2.0))],
         "native_dropout.default": [(x, 0.0, True), (x, 0.0, None)],
         "native_layer_norm.default": [(x, [4], b, b, 1e-5), (x, [4], None, None, 1e-5)],
@@ -51,7 +42,6 @@ def samples(name):
         "pow.Tensor_Scalar": [(x, 2), (x, 0.5)],
         "select.int": [(x, 0, 1), (x, -1, -1)],
         "squeeze.dim": [(x, 0)],
-        "sub_.Tensor": [(x, x * 2), (x, 2), (x, 2.5), (x, b)],
         "sub.Tensor": [(x, x), (x, 2), (1.5, x)],
         "sum.dim_IntList": [(x, [-1], True), (x, [0, 1]), (x, None)],
         "t.default": [(w,)],
@@ -107,12 +97,8 @@ def test_a_binding_issues_the_very_op(name):
         pytest.skip("this op has no CPU kernel")
     base, overload = name.split(".")
     op = getattr(getattr(aten, base), overload)._op
-    assert bindings[op] is BOUND[name]
     for args in samples(name):
-        by_op, by_binding = (
-            in_a_handler(call, tree_map_only(torch.Tensor, torch.clone, args))  # some write
-            for call in (op, bindings[op])
-        )
+        by_op, by_binding = in_a_handler(op, args), in_a_handler(BOUND[name], args)
         assert by_op[0] == by_binding[0], (HERE, args)
         assert len(by_op[0]) == 1, HERE
         assert described(by_op[1]) == described(by_binding[1]), (HERE, args)
@@ -123,30 +109,77 @@ def test_another_op_would_be_noticed():
     assert in_a_handler(aten.add.Tensor._op, (x, 2))[0] != in_a_handler(torch.mul, (x, 2))[0]
 
 
-def test_torch_functions_are_off_in_a_handler():
+class Function(TorchFunctionMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    seen: list[object]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class ByBinding(Passing):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs) if kwargs else bindings.get(func._op, func)(*args)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, y: torch.Tensor):
+    return (x * y).neg()
+
+
+def backward_of_a_product(s):
+    x = torch.ones(2, requires_grad=True)
+    (x * s).sum().backward()
+
+
+def transformed(s):
+    torch.func.vmap(lambda row: (row * 2.0).as_subclass(torch.Tensor))(s)
+
+
+def by_a_function_mode(s):
+    with Function(Subclass.seen):
+        scripted(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda s: s + 1,
+        lambda s: scripted(s, s),
+        backward_of_a_product,
+        transformed,
+        by_a_function_mode,
+    ],
+)
+def test_who_has_a_torch_function_is_asked_for_what_a_mode_that_passes_on_asks_for(program):
     seen = []
+    for mode in (Passing, ByBinding):
+        Subclass.seen = []
+        s = torch.full((2,), 4.0).as_subclass(Subclass)
+        with mode():
+            program(s)
+        seen.append([str(func) for func in Subclass.seen])
+    assert seen[0] == seen[1], HERE
 
-    class Function(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
 
-    class Subclass(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    s = torch.ones(2).as_subclass(Subclass)
-    passed = []
-
-    class Passing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            passed.append(type(args[0]))
-            return bindings[func._op](*args)
-
-    with Function(), Passing():
-        out = s + 1
-    assert passed == [Subclass], HERE
-    assert type(out) is Subclass, HERE
-    assert [f.__name__ for f in seen] == ["add", "add"], HERE  # as called: by the mode, the class
+def test_numbers_go_to_the_op():
+    """As tensors that TorchScript made of numbers come to handlers."""
+    for op, args in ((aten.sum.dim_IntList, (2, [0])), (aten.view.default, (2, [1]))):
+        with pytest.raises(RuntimeError, match="found type 'int'"):
+            bindings[op._op](*args)

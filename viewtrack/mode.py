@@ -142,8 +142,7 @@ class _Active(threading.local):
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
             mode_frames.start()
-            unseen = _torch.below_autograd() or not mode_frames.sees_modes()
-            self.mode.above[:] = [handlers_above.UNKNOWN] if unseen else []
+            handlers_above.start(self.mode)
         self.trackers.append(tracker)
         self.mode.known_aliases.clear()  # each tracker is told
         self._update()
@@ -162,7 +161,7 @@ class _Active(threading.local):
             self._update()
         finally:
             if not self.trackers:
-                self.mode.above[:] = [handlers_above.UNKNOWN]
+                handlers_above.stop(self.mode)
                 mode_frames.stop()
                 self.mode.__exit__(None, None, None)
                 self._on_leaving.close()

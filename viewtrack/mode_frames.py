@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, handlers_above
+from . import _torch
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
 from .code_exchange import CodeExchange, copy_of
@@ -52,18 +52,14 @@ def stop() -> None:
     _exchange.release()
 
 
-def sees_modes() -> bool:
-    """Whether all modes are seen that are entered; not if somebody else exchanged the code."""
-    return _exchange.is_done
-
-
 def enter(mode: Any) -> Any:
     """Enter a mode as torch does, and give it a frame if it needs one."""
     entered = _stock_enter(mode)
-    handlers_above.entered(mode)
     if _here.wanted and not _is_known(mode):
         frame, handler = _handler_of(mode)
         if frame is not None:
+            if not frame.depth:  # it was left where it was, beneath somebody else's
+                _exchange.acquire()
             frame.depth += 1
         elif not (_can_be_read(mode, handler) or torch.compiler.is_compiling()):
             # A bound method, since C++ refuses a handler that does not belong to the mode.
@@ -79,10 +75,7 @@ def leave(mode: Any, *error: Any) -> Any:
         frame.depth -= 1
         if not frame.depth:
             _take(mode, frame)
-    below = handlers_above.below(mode)
-    left = _stock_leave(mode, *error)
-    handlers_above.left(mode, below)
-    return left
+    return _stock_leave(mode, *error)
 
 
 def _take(mode: Any, frame: Any) -> None:

@@ -156,11 +156,7 @@ def written(plan: Plan, args: Any, kwargs: Any) -> list[tuple[Argument, Any]]:
     return [(a, t) for a in plan.writes for t in a.tensors(args, kwargs)]
 
 
-# What an OpOverload says of a number in a tensor's place, and what bindings say.
-_REFUSALS = ("Unable to cast", "must be Tensor, not", "doesn't apply to a")
-
-
-def with_tensors_for_numbers(plan: Plan, args: Any, error: Exception) -> Any:
+def with_tensors_for_numbers(plan: Plan, args: Any, error: RuntimeError) -> Any:
     """An op's arguments with tensors where it was given numbers for them, if it failed for that.
 
     A tensor that TorchScript made of a number, a size say, comes to a handler as a number again,
@@ -175,6 +171,6 @@ def with_tensors_for_numbers(plan: Plan, args: Any, error: Exception) -> Any:
         The positional arguments to call it with, or None if it failed for something else.
     """
     numbers = {a.index for a in plan.arguments if isinstance(a.of(args, {}), (int, float, complex))}
-    if not numbers or not any(text in str(error) for text in _REFUSALS):
+    if not numbers or "Unable to cast" not in str(error):
         return None
     return tuple(torch.tensor(arg) if i in numbers else arg for i, arg in enumerate(args))

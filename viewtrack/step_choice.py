@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from . import own_saves, steps, undeclared_writes
-from ._torch.bindings import bindings
 from ._torch.kernels import composite_kernel
 from .plan import Plan, caches, plan_of
 from .recorder import Recorder
@@ -26,12 +24,11 @@ _NEEDS: dict[Any, int] = {
     steps.write_counted_first: OF_WRITES,
 }
 
-Way = tuple[Any, Plan, Callable[..., Any], int]
+Way = tuple[Any, Plan, int]
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
 ways: dict[Any, Way] = {}
-"""An op's step, None if it goes straight through, its plan, what calls it without keyword
-arguments, and when it needs the step."""
+"""An op's step, None if it goes straight through, its plan, and when it needs the step."""
 
 #: The step of an op whose step resolves conj and neg bits, for when its arguments are real.
 on_real: dict[Any, Step | None] = {}
@@ -43,7 +40,7 @@ def way_of(func: Any) -> Way:
     op = func._op
     if op not in ways:
         step, plan = _choose(func)
-        ways[op] = step, plan, bindings.get(op, op), _NEEDS.get(step, ALWAYS)
+        ways[op] = step, plan, _NEEDS.get(step, ALWAYS)
     return ways[op]
 
 

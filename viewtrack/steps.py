@@ -66,6 +66,7 @@ from .watch import watched
 Step = Callable[[Recorder, Plan, Any, Any, Any], Any]
 
 _detach = TensorBase.detach
+_VIEW = torch.ops.aten.view.default._op
 _mode_stack_len = _torch.mode_stack_len
 
 
@@ -261,7 +262,7 @@ def unsafe_view(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> 
     if not (simple and mode.joins_unsafe_views):
         return undeclared_alias(mode, plan, op, args, kwargs)
     mode.found_alias(plan)
-    return view(mode, plan, TensorBase.view, args, kwargs)
+    return view(mode, plan, _VIEW, args, kwargs)
 
 
 def undeclared_alias(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -> Any:

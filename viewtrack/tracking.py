@@ -69,9 +69,9 @@ class TrackingMode(BelowHandlers):
         except AttributeError:  # a higher-order operator
             return func(*args, **(kwargs or {}))
         try:
-            step, plan, call, need = ways[op]
+            step, plan, need = ways[op]
         except KeyError:
-            step, plan, call, need = way_of(func)
+            step, plan, need = way_of(func)
         if types and not only_plain(types):
             return self._on_subclass(step, plan, func, args, kwargs or {})
         try:
@@ -80,9 +80,9 @@ class TrackingMode(BelowHandlers):
                 and not self.above
                 and (need is OF_HANDLERS or not (self.level or watched))
             ):
-                return op(*args, **kwargs) if kwargs else call(*args)
-            return step(self, plan, op if kwargs else call, args, kwargs or {})
-        except (RuntimeError, TypeError) as error:
+                return op(*args, **kwargs) if kwargs else op(*args)
+            return step(self, plan, op, args, kwargs or {})
+        except RuntimeError as error:
             if (taken := with_tensors_for_numbers(plan, args, error)) is None:
                 raise
         return TrackingMode.__torch_dispatch__(self, func, types, taken, kwargs)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -105,6 +106,11 @@ def in_reentrant_dispatch() -> bool:
     return not is_excluded(_HANDLER_MARK)
 
 
+def in_backward() -> bool:
+    """Whether a backward is running in this thread, at whose end its stack of modes is restored."""
+    return bool(_C._current_graph_task_id() != -1)
+
+
 def below_autograd() -> bool:
     """Whether Autograd kernels are out of reach here.
 
@@ -164,6 +170,12 @@ def pop_mode() -> Any:
     """Pop what `push_mode` pushed."""
     return _pop(None)
 
+
+stack_push: Callable[[Any], None] = _python_dispatch._push_mode
+"""What torch itself puts a mode on the stack by, where it enters one and where it puts one back."""
+
+stack_pop: Callable[[Any], Any] = _python_dispatch._pop_mode
+"""What torch itself takes a mode off the stack by."""
 
 mode_stack_len: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many user modes are on this thread's stack; in a handler its own mode does not count."""

@@ -4,10 +4,12 @@ Calling one takes about half a microsecond less than calling the builtin in its 
 goes by the JIT's stack. A handler of a selectively checkpointed region passes on a hundred ops for
 each layer, and that is what it costs.
 
-A binding is used only with positional arguments of plain tensors. It must then issue the very
-overload with the very arguments, since modes below see it; `tests/test_torch_contract_bindings.py`
-checks each on every torch. Modes of torch functions are off in handlers, and so is the
-``__torch_function__`` of whatever tensor user code called the op with: nobody sees it called.
+A binding is used only with positional arguments, plain tensors among them, and while no mode of
+torch functions is active: who has a ``__torch_function__`` would be asked for another function than
+the OpOverload, where C++ issued the op (backward, ``torch.func``, TorchScript). It must then issue
+the very overload with the very arguments, since modes below see it;
+`tests/test_torch_contract_bindings.py` checks each on every torch. Ops that warn are not among
+them, since a binding puts a warning down to the line that called it, nor are those of lists.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import TensorBase, aten
+from . import TensorBase, aten, torch_function_modes
 
 __all__ = ["BOUND", "bindings"]
 
@@ -25,19 +27,18 @@ _functions: Any = torch._C._VariableFunctions
 _nn: Any = torch._C._nn
 
 _METHODS = (
-    *("add_.Tensor", "addcdiv_.default", "addcmul_.default", "clone.default", "copy_.default"),
-    *("cos.default", "detach.default", "div_.Tensor", "exp.default", "expand.default"),
-    *("lerp_.Scalar", "masked_fill.Scalar", "mul_.Tensor", "neg.default", "permute.default"),
-    *("pow.Tensor_Scalar", "relu.default", "rsqrt.default", "select.int", "sigmoid.default"),
-    *("sin.default", "sqrt.default", "squeeze.dim", "sub_.Tensor", "t.default", "tanh.default"),
-    *("transpose.int", "unsqueeze.default", "view.default", "zero_.default"),
+    *("clone.default", "cos.default", "detach.default", "exp.default", "expand.default"),
+    *("neg.default", "permute.default", "pow.Tensor_Scalar"),
+    *("relu.default", "rsqrt.default", "select.int", "sigmoid.default", "sin.default"),
+    *("squeeze.dim", "t.default", "tanh.default", "transpose.int", "unsqueeze.default"),
+    "view.default",
 )
 _FUNCTIONS = (
     *("_log_softmax.default", "_softmax.default"),
     *("_scaled_dot_product_flash_attention.default",),
     *("_scaled_dot_product_flash_attention_for_cpu.default",),
     *("_scaled_dot_product_efficient_attention.default",),
-    *("add.Tensor", "addmm.default", "baddbmm.default", "bmm.default", "cat.default"),
+    *("add.Tensor", "addmm.default", "baddbmm.default", "bmm.default"),
     *("convolution.default", "div.Tensor", "embedding.default", "mean.dim", "mm.default"),
     *("mul.Tensor", "native_dropout.default", "native_layer_norm.default", "sub.Tensor"),
     "sum.dim_IntList",
@@ -57,5 +58,24 @@ BOUND: dict[str, Callable[..., Any]] = {
 }
 """The bindings by name and overload of the op."""
 
-bindings: dict[Any, Callable[..., Any]] = {_op(name): call for name, call in BOUND.items()}
-"""The same by the builtin in the OpOverload."""
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_PLAIN = {*_TENSORS, int, float, bool, complex, list, tuple, torch.Size, type(None)}
+
+
+def _by_binding(op: Any, binding: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if (
+            type(args[0]) in _TENSORS
+            and _PLAIN.issuperset(map(type, args))
+            and not torch_function_modes()
+        ):
+            return binding(*args)
+        return op(*args)
+
+    return call
+
+
+bindings: dict[Any, Callable[..., Any]] = {
+    _op(name): _by_binding(_op(name), binding) for name, binding in BOUND.items()
+}
+"""What calls an op with positional arguments, by the builtin in the OpOverload."""
