@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from handlers import NoOp, On, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from write_ways import one_process_group
 
@@ -104,6 +105,64 @@ def test_a_collective_moves_a_counter_where_nothing_tracks(tmp_path):
     with one_process_group(tmp_path / "store"):
         torch.distributed.broadcast(x, 0)
     assert x._version == 1
+
+
+def _note_a_write(moved):
+    """Write, and add to `moved` by how much that moved the counter."""
+    t = torch.zeros(2)
+    t.add_(1)
+    moved.append(t._version)
+
+
+@limit
+def test_a_handler_that_is_asked_since_a_mode_declined_is_counted():
+    moved = []
+
+    class Declined(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            _note_a_write(moved)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    class Declines(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return NotImplemented if Declined in types else func(*args, **(kwargs or {}))
+
+    with vt.track(), Declines():
+        Declined(torch.ones(2)).sin()
+    assert moved == [1]
+
+
+@limit
+def test_a_function_in_place_of_a_handler_is_counted():
+    moved = []
+
+    class Mode(NoOp):
+        pass
+
+    @torch.library.custom_op("vtlimits::in_place_of_a_handler", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @op.register_torch_dispatch(Mode)
+    def _(mode, func, types, args, kwargs):
+        _note_a_write(moved)
+        return func(*args, **kwargs)
+
+    with vt.track(), Mode():
+        op(torch.ones(2))
+    assert moved == [1]
+
+
+@limit
+def test_a_mode_that_is_put_on_the_stack_unseen_is_counted():
+    moved = []
+    mode = On(torch.ops.aten.sin.default, lambda _: _note_a_write(moved))
+    with vt.track():
+        torch._C._push_on_torch_dispatch_stack(mode)
+        torch.ones(2).sin()
+        torch._C._pop_torch_dispatch_stack(None)
+    assert moved == [1]
 
 
 @limit

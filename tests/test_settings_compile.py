@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 from against_stock import alone, attempt, check, each_way, same
 from handlers import NoOp
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
 from viewtrack.observing import ObservingTracker
@@ -237,6 +239,35 @@ def test_the_constants_of_a_trace_come_to_handlers_as_numbers(fn, record):
     want = fn(number, x.clone())
     with vt.track(record=record):
         same(fn(number, x.clone()), want)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 7), reason="torch 2.6 gives no mode of a user's a higher-order op"
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_what_the_handler_of_a_higher_order_op_writes_counts_once(known):
+    """Python calls it, and the kernels that count are still there."""
+    moved = []
+
+    class Counting(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.higher_order.cond:
+                t = torch.zeros(4)
+                view = t.view(2, 2)
+                t.add_(1)
+                t.mul_(2)
+                moved.append((t._version, view._version))
+            return func(*args, **(kwargs or {}))
+
+    if not known:  # its frame then does not tell what it was called for
+        handler = Counting.__torch_dispatch__
+        Counting.__torch_dispatch__ = lambda *given: handler(*given)
+    for tracker in (contextlib.nullcontext(), vt.track(record="none"), vt.track()):
+        with tracker, Counting():
+            torch.ops.higher_order.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
+    assert moved == [(2, 2)] * 3
 
 
 def test_errors_about_numbers_stay_those_of_stock():

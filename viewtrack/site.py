@@ -26,6 +26,7 @@ from .anchors import anchors, handler_names
 from .by_hand import caller_of, is_by_hand
 from .counted_above import is_counted
 from .counted_above import state as above_here
+from .handler_frames import given_to, is_for_higher_order, is_of_a_class
 from .mode_frames import CODE as MODE_FRAME
 from .mode_frames import has_one_above, wrapped
 from .one_count import ASK, settle
@@ -143,12 +144,15 @@ def locate(
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
             settled = settled or _is_tracked(frame)
-            given = _given(frame, code)
+            given = given_to(frame, code)
             written = written or plan.tensors_written(args, kwargs)
             above = _passes_on(given, written)
             if above is None:
                 user = user or _beyond(frame, code)
-                again_above = _is_subclass_handler(frame, code) and _torch.in_reentrant_dispatch()
+                if given is None and is_for_higher_order(frame, code):
+                    frame = frame.f_back
+                    continue
+                again_above = is_of_a_class(frame, code) and _torch.in_reentrant_dispatch()
                 if settled or again_above:
                     return counted, not again_above, user
                 return what and _as_an_alias(frame.f_back, given, written, what), True, user
@@ -257,32 +261,8 @@ def handler_of(frame: FrameType | None, plan: Plan, args: Any, kwargs: Any) -> F
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
             written = plan.tensors_written(args, kwargs)
-            return None if _passes_on(_given(frame, code), written) is None else frame
+            return None if _passes_on(given_to(frame, code), written) is None else frame
         frame = frame.f_back
-    return None
-
-
-def _is_subclass_handler(frame: FrameType, code: CodeType) -> bool:
-    """Whether the handler is a class's: a mode's cannot go above autograd again."""
-    return code.co_argcount > 0 and isinstance(frame.f_locals.get(code.co_varnames[0]), type)
-
-
-def _given(frame: FrameType, code: CodeType) -> tuple[Any, Any, Any, Any] | None:
-    """The op, args and kwargs that a handler's frame was called with, and all its variables.
-
-    A handler is ``(self or cls, func, types, args, kwargs)``, or the same without the first.
-    """
-    names = code.co_varnames[: code.co_argcount]
-    values = frame.f_locals
-    for start in (1, 0):
-        if len(names) > start and isinstance(values.get(names[start]), _torch.OpOverload):
-            rest = [values.get(name) for name in names[start + 2 : start + 4]]
-            args = rest[0] if rest and isinstance(rest[0], tuple) else ()
-            kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
-            return values[names[start]], args, kwargs, values
-    if code is MODE_FRAME:
-        func, _, args, kwargs = (*values["given"], {})[:4]
-        return (func, args, kwargs, values) if isinstance(func, _torch.OpOverload) else None
     return None
 
 
@@ -359,7 +339,7 @@ def issued_in_handler(
             return False, user or user_frame(frame)
         code = frame.f_code
         if code.co_name in handler_names and _is_handler(frame, code):
-            given = _given(frame, code)
+            given = given_to(frame, code)
             if given is None or plan_of(given[0]) is not plan or not _same_first(args, given[1]):
                 return True, user or _beyond(frame, code)
             user = None
@@ -375,7 +355,7 @@ def _beyond(frame: FrameType, code: CodeType) -> FrameType | None:
     It is in the handler, if that is user code. If it is torch's or ours, it is the line that the op
     is from which the handler was called for, and not a handler on the way that passed it on.
     """
-    given = None if is_user_file(code.co_filename) else _given(frame, code)
+    given = None if is_user_file(code.co_filename) else given_to(frame, code)
     if given is None:
         return user_frame(frame)
     return issued_in_handler(frame.f_back, plan_of(given[0]), given[1])[1]
