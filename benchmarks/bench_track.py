@@ -85,7 +85,7 @@ def _view_below() -> tuple[Side, Side]:
     return _sides_below(torch.Tensor.view, (_square(), 16))
 
 
-@pair("add_, track(record='none') below a mode", target=2.0)
+@pair("add_, track(record='none') below a mode", target=2.5)
 def _add_below() -> tuple[Side, Side]:
     return _sides_below(torch.Tensor.add_, (_square(), _square()))
 

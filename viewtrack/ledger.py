@@ -128,7 +128,7 @@ def _write(facts: _Facts, geometry: Any, count: int) -> Write:
     return Write(op, argument, site_at(place), thread, before, after, region, count)
 
 
-_size, _stride = TensorBase.size, TensorBase.stride
+_stride = TensorBase.stride
 
 
 class Ledger:
@@ -170,7 +170,7 @@ class Ledger:
             # devices is not lazy, and may be asked for its storage.
             if t.is_cpu or t.is_cuda or has_storage(t):
                 entry = self._entries.get(t.untyped_storage()._cdata) or self.open(t)
-                geometry = (t.storage_offset(), _size(t), _stride(t), t.dtype)
+                geometry = (t.storage_offset(), t.shape, _stride(t), t.dtype)
             else:
                 entry = self.open(t)
         except (RuntimeError, NotImplementedError):  # sparse; nested, of layout strided

@@ -145,9 +145,10 @@ def counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -
     frame = sys._getframe(2)
     if mode.above:
         located = locate(frame, plan, args, kwargs, TAKE)
+        run = _RUNS[located[0]]
     else:
         located = ABOVE, False, user_frame(frame)
-    run = _RUNS[located[0]]
+        run = run_plain
     watching = watches_reached(plan, args, kwargs) if watched else {}
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
