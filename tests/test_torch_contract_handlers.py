@@ -1,11 +1,13 @@
-"""What `tracked` and ``views="full"`` rely on in torch."""
+"""What `track`, `tracked` and ``views="full"`` rely on in torch."""
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import ClassVar
 
 import torch
+from handlers import NoOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from viewtrack import _torch
@@ -128,3 +130,47 @@ def test_tracing_is_told():
     make_fx(f)(torch.ones(2))
     assert found == [True], HERE
     assert not is_tracing(), HERE
+
+
+# ------------------------------------------------------------------------------ the stack of modes
+
+
+def test_torch_puts_modes_on_the_stack_and_takes_them_off_by_two_functions(monkeypatch):
+    """`handlers_above.py` exchanges their code, with these names of arguments."""
+    module = torch.utils._python_dispatch
+    assert _torch.stack_push is module._push_mode, HERE
+    assert _torch.stack_pop is module._pop_mode, HERE
+    assert list(inspect.signature(_torch.stack_push).parameters) == ["mode"], HERE
+    assert list(inspect.signature(_torch.stack_pop).parameters) == ["k"], HERE
+    seen = []
+    monkeypatch.setattr(
+        module, "_push_mode", lambda mode: (seen.append("+"), _torch.stack_push(mode))[1]
+    )
+    monkeypatch.setattr(
+        module, "_pop_mode", lambda k=None: (seen.append("-"), _torch.stack_pop(k))[1]
+    )
+    with NoOp():
+        seen.append("in")
+        with module._disable_current_modes():
+            seen.append("off")
+    assert seen == ["+", "in", "-", "off", "+", "-"], HERE
+
+
+def test_backward_puts_the_stack_back_that_it_began_with():
+    mode = NoOp()
+    found = []
+    x = torch.ones(1, requires_grad=True)
+
+    def leave(_):
+        found.append(_torch.in_backward())
+        mode.__exit__(None, None, None)
+
+    x.register_hook(leave)
+    assert not _torch.in_backward(), HERE
+    y = x * 2
+    mode.__enter__()
+    y.backward()
+    assert found == [True], HERE
+    assert not _torch.in_backward(), HERE
+    assert _torch.mode_stack_len() == 1, HERE
+    _torch.pop_mode()
