@@ -17,9 +17,10 @@ def is_of_a_class(frame: FrameType, code: CodeType) -> bool:
 def is_for_higher_order(frame: FrameType, code: CodeType) -> bool:
     """Whether a handler was called for a higher-order op: by Python, which excludes no key."""
     values = frame.f_locals
-    first = [values.get(name) for name in code.co_varnames[: min(code.co_argcount, 2)]]
     if code is MODE_FRAME:
-        first = [*values["given"][:1]]
+        first = values["given"][:1]
+    else:
+        first = [values.get(name) for name in code.co_varnames[: min(code.co_argcount, 2)]]
     return any(isinstance(value, _torch.HigherOrderOperator) for value in first)
 
 

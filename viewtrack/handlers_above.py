@@ -50,23 +50,6 @@ def stop(mode: BelowHandlers) -> None:
     _exchange.release()
 
 
-def pushed(mode: Any) -> None:
-    """Tell of a mode that has been put on the stack."""
-    # Backward runs in threads of its own, with the stack of the thread that called it.
-    for tracker in active_modes():
-        if isinstance(tracker, BelowHandlers) and tracker is not mode:
-            tracker.above.append(id(mode))
-
-
-def popped(mode: Any) -> None:
-    """Tell of a mode that has been taken off, unless backward puts it there again when it ends."""
-    if _torch.in_backward():
-        return
-    for tracker in active_modes():
-        if isinstance(tracker, BelowHandlers) and id(mode) in tracker.above:
-            tracker.above.remove(id(mode))
-
-
 # ------------------------------------------------------------------------------ the exchange
 
 _stock_push, _stock_pop = copy_of(_torch.stack_push), copy_of(_torch.stack_pop)
@@ -92,13 +75,19 @@ def _pop(k: Any = None) -> Any:
 def push(mode: Any) -> None:
     """Put a mode on the stack as torch does, and tell of it."""
     _stock_push(mode)
-    pushed(mode)
+    # Backward runs in threads of its own, with the stack of the thread that called it.
+    for tracker in active_modes():
+        if isinstance(tracker, BelowHandlers) and tracker is not mode:
+            tracker.above.append(id(mode))
 
 
 def pop(key: Any = None) -> Any:
-    """Take a mode off the stack as torch does, and tell of it."""
+    """Take a mode off as torch does, and tell of it, unless backward puts it back at its end."""
     mode = _stock_pop(key)
-    popped(mode)
+    if not _torch.in_backward():
+        for tracker in active_modes():
+            if isinstance(tracker, BelowHandlers) and id(mode) in tracker.above:
+                tracker.above.remove(id(mode))
     return mode
 
 

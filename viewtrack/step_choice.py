@@ -37,11 +37,12 @@ caches.extend((ways, on_real))
 
 def way_of(func: Any) -> Way:
     """What `ways` has of an OpOverload."""
-    op = func._op
-    if op not in ways:
+    try:
+        return ways[func._op]
+    except KeyError:
         step, plan = _choose(func)
-        ways[op] = step, plan, _NEEDS.get(step, ALWAYS)
-    return ways[op]
+        way = ways[func._op] = step, plan, _NEEDS.get(step, ALWAYS)
+        return way
 
 
 def step_for(func: Any) -> tuple[Step | None, Plan]:
