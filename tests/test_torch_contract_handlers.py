@@ -7,10 +7,11 @@ from types import MethodType
 from typing import ClassVar
 
 import torch
-from handlers import NoOp
+from handlers import NoOp, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from viewtrack import _torch
+from viewtrack._torch.rules import find_rule
 
 HERE = f"torch {torch.__version__}"
 
@@ -174,3 +175,27 @@ def test_backward_puts_the_stack_back_that_it_began_with():
     assert not _torch.in_backward(), HERE
     assert _torch.mode_stack_len() == 1, HERE
     _torch.pop_mode()
+
+
+def test_cpp_looks_for_a_rule_and_calls_it_with_the_mode_or_the_class_first(monkeypatch):
+    asked = []
+
+    def found(op, cls):
+        asked.append((op, cls))
+        return rule
+
+    def rule(*given):
+        owner, func, _, args, kwargs = given
+        asked.append(owner)
+        return NotImplemented if owner is mode else func(args[0].inner, **kwargs)
+
+    def look(op, torch_dispatch_class, found=found):
+        return found(op, torch_dispatch_class)
+
+    x = Wrapper(torch.ones(2))
+    monkeypatch.setattr(find_rule, "__defaults__", look.__defaults__)
+    monkeypatch.setattr(find_rule, "__code__", look.__code__)
+    with NoOp() as mode:
+        x.neg()
+    neg = torch.ops.aten.neg.default
+    assert asked == [(neg, NoOp), mode, (neg, Wrapper), Wrapper], HERE

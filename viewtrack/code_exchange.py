@@ -23,14 +23,16 @@ def copy_of(function: Any) -> Any:
 
 
 class CodeExchange:
-    """Gives functions the code of others. That runs with the globals of the function it is given.
+    """Gives functions the code of others, and the defaults of their arguments.
+
+    The code runs with the globals of the function that it is given to.
 
     Args:
         functions: each function with the one whose code it is to have.
     """
 
     def __init__(self, *functions: tuple[Any, Any]) -> None:
-        self._codes = [(f, f.__code__, ours.__code__) for f, ours in functions]
+        self._exchanged = [_Exchanged(f, ours) for f, ours in functions]
         self._lock = threading.Lock()
         self._wanted = 0
 
@@ -38,19 +40,40 @@ class CodeExchange:
         """Exchange the codes, unless that is done, or somebody else has exchanged one."""
         with self._lock:
             self._wanted += 1
-            for function, stock, ours in self._codes:
-                if function.__code__ is stock:
-                    function.__code__ = ours
+            for exchanged in self._exchanged:
+                exchanged.begin()
 
     @property
     def is_done(self) -> bool:
         """Whether all have the codes they were to have."""
-        return all(function.__code__ is ours for function, _, ours in self._codes)
+        return all(exchanged.is_done for exchanged in self._exchanged)
 
     def release(self) -> None:
         """Undo that with the last one."""
         with self._lock:
             self._wanted -= 1
-            for function, stock, ours in self._codes:
-                if not self._wanted and function.__code__ is ours:
-                    function.__code__ = stock
+            if not self._wanted:
+                for exchanged in self._exchanged:
+                    exchanged.end()
+
+
+class _Exchanged:
+    def __init__(self, function: Any, ours: Any) -> None:
+        self._function = function
+        self._stock = function.__code__, function.__defaults__
+        self._ours = ours.__code__, ours.__defaults__
+
+    @property
+    def is_done(self) -> bool:
+        return self._function.__code__ is self._ours[0]
+
+    # Another thread may call the function in between: code has its defaults before it is there.
+
+    def begin(self) -> None:
+        if self._function.__code__ is self._stock[0]:
+            self._function.__defaults__ = self._ours[1]
+            self._function.__code__ = self._ours[0]
+
+    def end(self) -> None:
+        if self.is_done:
+            self._function.__code__, self._function.__defaults__ = self._stock

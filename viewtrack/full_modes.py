@@ -18,6 +18,7 @@ from . import _torch
 from .full import FullViews
 from .full_marks import Call
 from .plan import plan_of
+from .rules import take_rule
 from .tracking import TrackingMode
 
 _HANDLER = "__torch_dispatch__"
@@ -36,6 +37,7 @@ def start(mode: TrackingMode) -> None:
     """Begin to note what handlers above `mode`, at the bottom of this thread's stack, keep."""
     _here.views = FullViews()
     setattr(mode, _HANDLER, MethodType(_Bottom(_here.views), mode))
+    _lend_class(mode, TrackingMode, _Bracketed)
     _patch.acquire()
 
 
@@ -44,8 +46,18 @@ def stop(mode: TrackingMode) -> None:
     views, _here.views = _here.views, None
     if views is not None:
         vars(mode).pop(_HANDLER, None)
+        _lend_class(mode, _Bracketed, TrackingMode)
         _patch.release()
         views.settle()
+
+
+class _Bracketed(TrackingMode):
+    """Has no handlers of single ops (`op_handlers.py`): C++ would call them past the bracket."""
+
+
+def _lend_class(mode: Any, cls: type, other: type) -> None:
+    if type(mode) is cls:  # not one with a handler of its own
+        mode.__class__ = other
 
 
 class _Bottom:
@@ -87,10 +99,12 @@ class _Bracket:
 
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views = _here.views
+        rule = None if self.displaced else take_rule()
+        handler = self.handler if rule is None else MethodType(rule, mode)
         if views is None:
-            return self.handler(func, types, args, kwargs)
+            return handler(func, types, args, kwargs)
         with views.handler(func):
-            out = self.handler(func, types, args, kwargs)
+            out = handler(func, types, args, kwargs)
             return views.handed_back(func, args, kwargs, out)
 
 

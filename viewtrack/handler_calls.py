@@ -20,6 +20,8 @@ import torch
 
 from . import _torch
 from ._torch.dynamo import skip_dynamo
+from .rules import exchange as exchange_of_rules
+from .rules import take_rule
 from .site import Place
 
 _HANDLER = "__torch_dispatch__"
@@ -91,7 +93,8 @@ class HandlerCalls(threading.local):
         outer = self.innermost
         call = self.innermost = HandlerCall(mode, func, args, kwargs, outer)
         try:
-            out = type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
+            run = take_rule() or type(mode).__torch_dispatch__
+            out = run(mode, func, types, args, kwargs)
         except Exception as error:
             self._raised(call, error)
             raise
@@ -120,9 +123,11 @@ class HandlerCalls(threading.local):
                 _take_bracket(mode)
 
         _set(mode_class, enter_bracketed, leave_bracketed)
+        exchange_of_rules.acquire()
         try:
             yield
         finally:
+            exchange_of_rules.release()
             _set(mode_class, enter, leave)
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
-from . import _torch, full_modes, handlers_above, mode_frames
+from . import _torch, full_modes, handlers_above, mode_frames, rules
 from .anchors import drop_anchor, weigh_anchor
 from .decorate import tracked_calls
 from .errors import ViewTrackError
@@ -142,6 +142,7 @@ class _Active(threading.local):
             self.mode = tracker.own_mode or self._plain_mode
             self.mode.__enter__()
             mode_frames.start()
+            rules.exchange.acquire()
             handlers_above.start(self.mode)
         self.trackers.append(tracker)
         self.mode.known_aliases.clear()  # each tracker is told
@@ -162,6 +163,7 @@ class _Active(threading.local):
         finally:
             if not self.trackers:
                 handlers_above.stop(self.mode)
+                rules.exchange.release()
                 mode_frames.stop()
                 self.mode.__exit__(None, None, None)
                 self._on_leaving.close()

@@ -27,6 +27,7 @@ from . import _torch
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
 from .code_exchange import CodeExchange, copy_of
+from .rules import take_rule
 
 _HANDLER = "__torch_dispatch__"
 
@@ -90,7 +91,8 @@ def _frame_before(displaced: Any) -> Any:
     def __torch_dispatch__(mode: Any, *given: Any, **named: Any) -> Any:
         if displaced is not None:
             return displaced(*given, **named)
-        return type(mode).__torch_dispatch__(mode, *given, **named)
+        run = take_rule() or type(mode).__torch_dispatch__
+        return run(mode, *given, **named)
 
     frame: Any = __torch_dispatch__
     frame.displaced, frame.depth = displaced, 1

@@ -199,6 +199,7 @@ _own_handlers = {
     for name in (
         "tracking.py",
         "observing.py",
+        "op_handlers.py",
         os.path.join("_torch", "__init__.py"),
         os.path.join("_torch", "view_fn.py"),
         os.path.join("checkpoint", "contexts.py"),

@@ -19,21 +19,16 @@ from .before_write import Watching
 from .handlers_above import SUBCLASS, BelowHandlers
 from .info import version
 from .ledger import ledger
-from .operands import (
-    first_tensor,
-    join_views,
-    only_plain,
-    with_tensors_for_numbers,
-    written,
-)
+from .op_handlers import handler_of, handlers
+from .operands import first_tensor, join_views, written
 from .plan import Argument, Plan
 from .recorder import Located
+from .rules import of_modes
 from .site import Place, Site, issued_in_handler, locate, place_of, site_at
 from .stand_in import with_a_frame
-from .step_choice import ALWAYS, NEVER, OF_HANDLERS, way_of, ways
 from .steps import Step
 from .undeclared_writes import Updated, note_updates
-from .watch import note_write, watched
+from .watch import note_write
 
 _mode_stack_len = _torch.mode_stack_len
 
@@ -65,29 +60,14 @@ class TrackingMode(BelowHandlers):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            op = func._op
+            handler = handlers[func._op]
         except AttributeError:  # a higher-order operator
             return func(*args, **(kwargs or {}))
-        try:
-            step, plan, need = ways[op]
         except KeyError:
-            step, plan, need = way_of(func)
-        if types and not only_plain(types):
-            return self._on_subclass(step, plan, func, args, kwargs or {})
-        try:
-            if need is NEVER or (
-                need is not ALWAYS
-                and not self.above
-                and (need is OF_HANDLERS or not (self.level or watched))
-            ):
-                return op(*args, **kwargs) if kwargs else op(*args)
-            return step(self, plan, op, args, kwargs or {})
-        except RuntimeError as error:
-            if (taken := with_tensors_for_numbers(plan, args, error)) is None:
-                raise
-        return TrackingMode.__torch_dispatch__(self, func, types, taken, kwargs)
+            handler = handler_of(func)
+        return handler(self, func, types, args, kwargs)
 
-    def _on_subclass(self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_subclass(self, step: Step | None, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         """Let the handler of a wrapper subclass run with this mode active.
 
         While a mode's handler runs the mode is off, so what the subclass's handler issues would be
@@ -180,6 +160,9 @@ class TrackingMode(BelowHandlers):
             ledger.record(t, facts)
         if watching:
             note_write(t, watching.get(id(t), ()), plan, facts, bool(counted))
+
+
+of_modes[TrackingMode] = handlers
 
 
 def count_once(plan: Plan, args: Any, kwargs: Any, before: list[tuple[Any, int | None]]) -> None:

@@ -1,0 +1,252 @@
+"""Handlers of single ops: those of others are handlers like any, and ours are the tracker's own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from handlers import NoOp, Wrapper, moves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import viewtrack as vt
+from viewtrack import op_handlers, rules
+from viewtrack._torch.rules import find_rule
+from viewtrack.handler_calls import HandlerCalls
+from viewtrack.ledger import ledger
+from viewtrack.observing import ObservingTracker
+from viewtrack.tracking import TrackingMode
+
+aten = torch.ops.aten
+
+
+def writes_and_views(owner, func, types, args, kwargs):
+    owner.t.add_(1)
+    owner.view = owner.t.view(-1)
+    return func(*args, **kwargs)
+
+
+def writes_by_another_op(owner, func, types, args, kwargs):
+    return args[0].copy_(args[0] * args[1])
+
+
+def passes_on(owner, func, types, args, kwargs):
+    return func(*args, **kwargs)
+
+
+def leaves_to_the_class(owner, func, types, args, kwargs):
+    return owner.__torch_dispatch__(func, types, args, kwargs)
+
+
+RULES = {
+    aten.sin.default: writes_and_views,
+    aten.mul_.Tensor: writes_by_another_op,
+    aten.add_.Tensor: passes_on,
+    aten.cos.default: leaves_to_the_class,
+}
+
+
+def right_name():
+    class Mode(NoOp):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Mode
+
+
+def other_name():
+    class Mode(TorchDispatchMode):
+        def handle(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+        __torch_dispatch__ = handle
+
+    return Mode
+
+
+@pytest.fixture
+def library():
+    library = torch.library.Library("aten", "FRAGMENT")
+    yield library
+    library._destroy()
+
+
+@pytest.fixture(params=[right_name, other_name])
+def mode(request, library):
+    cls = request.param()
+    for op, rule in RULES.items():
+        torch.library.register_torch_dispatch(op, cls, rule, lib=library)
+    mode: Any = cls()
+    mode.t = torch.zeros(2)
+    return mode
+
+
+TRACKERS = {
+    "track": vt.track,
+    "full": lambda: vt.track(views="full"),
+    "site off": lambda: vt.track(record="none"),
+    "observed": lambda: ObservingTracker("site", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_what_a_rule_writes_counts_and_what_it_passes_on_counts_once(mode, tracker):
+    x = torch.ones(2)
+    with TRACKERS[tracker](), mode:
+        assert moves([mode.t, x], lambda: torch.ones(1).sin()) == [1, 0]
+        assert moves([mode.t, x], lambda: x.add_(1)) == [0, 1]
+        assert moves([mode.t, x], lambda: x.mul_(2)) == [0, 1]
+        assert moves([mode.view], lambda: mode.t.add_(1)) == [1]
+    assert x.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_between_other_modes(mode, others):
+    x = torch.ones(2)
+    with vt.track(), contextlib.ExitStack() as stack:
+        for entered in [NoOp()] * others + [mode] + [NoOp()] * others:
+            stack.enter_context(entered)
+        assert moves([mode.t, x], lambda: x.mul_(2)) == [0, 1]
+        assert moves([mode.t, x], lambda: torch.ones(1).sin()) == [1, 0]
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_rule_that_leaves_the_op_to_the_handler_of_the_class(mode, tracker):
+    x = torch.zeros(1)
+    with TRACKERS[tracker](), mode:
+        assert x.cos().item() == 1
+
+
+def test_what_a_rule_keeps_becomes_a_view(mode, library):
+    mode.t = torch.zeros(2, requires_grad=True).clone()
+
+    def views(owner, func, types, args, kwargs):
+        owner.view = owner.t.view(-1)
+        return func(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(aten.tan.default, type(mode), views, lib=library)
+    with vt.track(views="full"), mode:
+        torch.ones(1).tan()
+    assert mode.view._base is mode.t
+
+
+def test_a_rule_of_a_subclass(library):
+    outside = torch.zeros(2)
+
+    class Inner(Wrapper):
+        pass
+
+    def writes(cls, func, types, args, kwargs):
+        outside.add_(1)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    torch.library.register_torch_dispatch(aten.sin.default, Inner, writes, lib=library)
+    torch.library.register_torch_dispatch(aten.mul_.Tensor, Inner, writes, lib=library)
+    x = Inner(torch.ones(2))
+    with vt.track():
+        assert moves([outside, x, x.inner], lambda: x.sin()) == [1, 0, 0]
+        assert moves([outside, x, x.inner], lambda: x.mul_(2)) == [1, 1, 1]
+
+
+def line_of(mark: str) -> int:
+    with open(__file__) as source:
+        return next(n for n, line in enumerate(source, 1) if line.rstrip().endswith(f"# {mark}"))
+
+
+def test_writes_are_put_down_to_their_lines(mode):
+    x = torch.ones(2)
+    with vt.track(), mode:
+        torch.ones(1).sin()
+        x.mul_(2)  # PASSED ON
+    (theirs,), (passed_on,) = ledger.writes(mode.t), ledger.writes(x)
+    assert (theirs.function, theirs.site.in_handler) == ("writes_and_views", True)
+    assert (passed_on.lineno, passed_on.site.in_handler) == (line_of("PASSED ON"), False)
+
+
+def test_who_watches_handlers_sees_it_run(mode):
+    returned = []
+    calls = HandlerCalls(lambda call, out: returned.append((call.func, call.mode)), print)
+    with calls.watch(), mode:
+        torch.ones(1).sin()
+    assert (aten.sin.default, mode) in returned
+
+
+def test_of_a_tracked_class(library):
+    @vt.tracked
+    class Mode(NoOp):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    @vt.tracked
+    def rule(mode, func, types, args, kwargs):
+        mode.t.add_(1)
+        return func(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(aten.sin.default, Mode, rule, lib=library)
+    mode: Any = Mode()
+    mode.t = torch.zeros(2)
+    with mode:
+        assert moves([mode.t], lambda: torch.ones(1).sin()) == [1]
+
+
+def test_an_error_of_a_rule_reaches_the_caller_and_leaves_nothing(mode, library):
+    def refuses(owner, func, types, args, kwargs):
+        raise ZeroDivisionError
+
+    torch.library.register_torch_dispatch(aten.tan.default, type(mode), refuses, lib=library)
+    with vt.track(), mode:
+        with pytest.raises(ZeroDivisionError):
+            torch.ones(1).tan()
+        assert rules.take_rule() is None
+        assert moves([mode.t], lambda: torch.ones(1).sin()) == [1]
+
+
+# Ours.
+
+
+def test_ops_have_handlers_of_our_own_while_a_tracker_is_active():
+    code, defaults = find_rule.__code__, find_rule.__defaults__
+    with vt.track():
+        torch.ones(1).exp2()
+        ours = find_rule(aten.exp2.default, TrackingMode)
+        assert ours is op_handlers.handlers[aten.exp2.default._op]
+        with vt.track():
+            pass
+        assert find_rule(aten.exp2.default, TrackingMode) is ours
+        assert find_rule(aten.exp2.default, NoOp) is None
+    assert (find_rule.__code__, find_rule.__defaults__) == (code, defaults)
+    assert find_rule(aten.exp2.default, TrackingMode) is None
+
+
+def test_two_threads_that_meet_an_op_first_have_one_handler():
+    both = threading.Barrier(2)
+    found = []
+
+    def run():
+        both.wait()
+        found.append(op_handlers.handler_of(aten.erfinv.default))
+
+    op_handlers.handlers.pop(aten.erfinv.default._op, None)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1]
+
+
+def test_an_op_defined_anew_is_planned_anew():
+    x = torch.ones(2)
+    ways = (("op(Tensor x) -> Tensor", torch.neg, 0), ("op(Tensor(a!) x) -> Tensor", inc, 1))
+    with vt.track():
+        for schema, body, moved in ways:
+            with torch.library._scoped_library("vt_rules", "DEF") as library:
+                library.define(schema)
+                library.impl("op", body, "CompositeExplicitAutograd")
+                assert moves([x], lambda: torch.ops.vt_rules.op(x)) == [moved]
+
+
+def inc(x):
+    return x.add_(1) + 1

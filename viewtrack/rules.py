@@ -1,0 +1,85 @@
+"""Handlers of single ops, which C++ calls in place of those of modes and subclasses.
+
+Torch has them under the name of rules (``torch.library.register_torch_dispatch``). Before it calls
+a handler it looks for a rule, by a function whose code is exchanged while a tracker is active.
+
+* Our own modes have a handler for each op that way. C++ calls it without making a method of it, and
+  it need not look up what the op asks for: a tenth of what the mode costs.
+* A rule of somebody else's may have any name, and who stands in front of a mode's handler
+  (`mode_frames.py`, `handler_calls.py`, `full_modes.py`) is not asked before it is called. So a
+  function stands for it that asks them, has the name of a handler, and keeps what it was given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ._torch.dynamo import skip_dynamo
+from ._torch.rules import find_rule
+from .code_exchange import CodeExchange, copy_of
+
+Rule = Callable[[Any, Any, Any, Any, Any], Any]
+
+_HANDLER = "__torch_dispatch__"
+
+of_modes: dict[type, dict[Any, Rule]] = {}
+"""The handlers of our own modes, by the class of the mode and the builtin inside the OpOverload.
+
+Modes of exactly that class have them; where there is none, C++ calls ``__torch_dispatch__``.
+"""
+
+_stock_find = copy_of(find_rule)
+
+
+class _Here(threading.local):
+    """The rule that whoever stands in front of a mode's handler is to call in place of it."""
+
+    rule: Rule | None = None
+
+
+_here = _Here()
+
+
+def take_rule() -> Rule | None:
+    """The rule to call, once: what the rule itself passes on to the handler is for the handler."""
+    rule, _here.rule = _here.rule, None
+    return rule
+
+
+def _standing_for(rule: Rule) -> Rule:
+    @skip_dynamo
+    def __torch_dispatch__(
+        owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        front = None if isinstance(owner, type) else vars(owner).get(_HANDLER)
+        if front is None:
+            return rule(owner, func, types, args, kwargs)
+        outer, _here.rule = _here.rule, rule
+        try:
+            return front(func, types, args, kwargs)
+        finally:
+            _here.rule = outer
+
+    return __torch_dispatch__
+
+
+@skip_dynamo
+def _find(
+    op: Any,
+    torch_dispatch_class: type,
+    of_modes: dict[type, dict[Any, Rule]] = of_modes,
+    stock_find: Callable[[Any, type], Rule | None] = _stock_find,
+    standing_for: Callable[[Rule], Rule] = _standing_for,
+) -> Rule | None:
+    # With the globals of torch's module.
+    ours = of_modes.get(torch_dispatch_class)
+    if ours is not None:
+        return ours.get(op._op)
+    rule = stock_find(op, torch_dispatch_class)
+    return rule if rule is None else standing_for(rule)
+
+
+exchange = CodeExchange((find_rule, _find))
+"""Acquired by whoever needs to know of handlers, or has a mode in `of_modes`."""
