@@ -134,27 +134,6 @@ def test_a_handler_that_is_asked_since_a_mode_declined_is_counted():
 
 
 @limit
-def test_a_function_in_place_of_a_handler_is_counted():
-    moved = []
-
-    class Mode(NoOp):
-        pass
-
-    @torch.library.custom_op("vtlimits::in_place_of_a_handler", mutates_args=())
-    def op(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    @op.register_torch_dispatch(Mode)
-    def _(mode, func, types, args, kwargs):
-        _note_a_write(moved)
-        return func(*args, **kwargs)
-
-    with vt.track(), Mode():
-        op(torch.ones(2))
-    assert moved == [1]
-
-
-@limit
 def test_a_mode_that_is_put_on_the_stack_unseen_is_counted():
     moved = []
     mode = On(torch.ops.aten.sin.default, lambda _: _note_a_write(moved))

@@ -191,6 +191,16 @@ def test_of_a_tracked_class(library):
         assert moves([mode.t], lambda: torch.ones(1).sin()) == [1]
 
 
+def test_of_a_custom_op(mode):
+    @torch.library.custom_op("vt_rules::custom", mutates_args=())
+    def custom(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    custom.register_torch_dispatch(type(mode), writes_and_views)
+    with vt.track(), mode:
+        assert moves([mode.t], lambda: custom(torch.ones(2))) == [1]
+
+
 def test_an_error_of_a_rule_reaches_the_caller_and_leaves_nothing(mode, library):
     def refuses(owner, func, types, args, kwargs):
         raise ZeroDivisionError
