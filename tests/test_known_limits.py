@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handlers import NoOp, On, Wrapper
+from handlers import On, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from write_ways import one_process_group
 
