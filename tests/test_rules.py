@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -173,22 +174,92 @@ def test_who_watches_handlers_sees_it_run(mode):
     assert (aten.sin.default, mode) in returned
 
 
-def test_of_a_tracked_class(library):
-    @vt.tracked
-    class Mode(NoOp):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
+# Of a `tracked` class.
 
-    @vt.tracked
-    def rule(mode, func, types, args, kwargs):
-        mode.t.add_(1)
-        return func(*args, **kwargs)
 
-    torch.library.register_torch_dispatch(aten.sin.default, Mode, rule, lib=library)
-    mode: Any = Mode()
-    mode.t = torch.zeros(2)
-    with mode:
+@vt.tracked
+class Tracked(NoOp):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Derived(Tracked):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+seen: list[Any] = []
+SIN = aten.sin.default
+
+
+def calls_it_sees(cls=Tracked):
+    """How often the handler of `Tracked` runs for one `sin`, before and after it is known."""
+    x = torch.ones(1)
+    seen.clear()
+    with cls():
+        x.sin()
+        x.sin()
+    return seen.count(SIN)
+
+
+@pytest.mark.parametrize("cls", [Tracked, Derived])
+def test_a_tracked_handler_is_called_once_an_op(cls):
+    assert calls_it_sees(cls) == 2
+    with Tracked():
+        assert calls_it_sees(cls) == 2 * 2
+    assert Tracked not in rules.of_modes
+
+
+def test_cpp_calls_what_the_tracked_handler_does_for_the_op():
+    with Tracked():
+        torch.ones(1).sin()
+        assert find_rule(SIN, Tracked).__name__ == "rule"
+    assert find_rule(SIN, Tracked) is None
+
+
+def test_a_rule_of_a_tracked_class_comes_before_its_handler(library):
+    calls_it_sees()
+    seen.clear()
+    torch.library.register_torch_dispatch(SIN, Tracked, vt.tracked(writes_and_views), lib=library)
+    with Tracked() as mode:
+        mode.t = torch.zeros(2)
         assert moves([mode.t], lambda: torch.ones(1).sin()) == [1]
+        assert mode.view._base is mode.t
+    assert SIN not in seen
+
+
+def test_a_rule_of_another_class_changes_nothing(library):
+    torch.library.register_torch_dispatch(SIN, NoOp, passes_on, lib=library)
+    assert calls_it_sees() == 2
+    assert find_rule(SIN, NoOp) is passes_on
+
+
+def test_a_handler_exchanged_while_the_tracked_mode_is_active(monkeypatch):
+    instead = []
+
+    def exchanged(self, func, types, args=(), kwargs=None):
+        instead.append(func)
+        return func(*args, **(kwargs or {}))
+
+    calls_it_sees()
+    x = torch.ones(1)
+    with Tracked() as mode:
+        mode.__torch_dispatch__ = MethodType(exchanged, mode)
+        x.sin()
+        del mode.__torch_dispatch__
+        monkeypatch.setattr(Tracked, "__torch_dispatch__", exchanged)
+        x.sin()
+    assert (instead, seen.count(SIN)) == ([SIN, SIN], 2)
+
+
+@pytest.mark.parametrize("views", ["version", "full"])
+def test_who_stands_in_front_of_a_tracked_handler_is_asked(views):
+    returned = []
+    calls = HandlerCalls(lambda call, out: returned.append(call.func), print)
+    with vt.track(views=views), Tracked(), calls.watch(), Tracked():
+        assert calls_it_sees() == 2 * 3
+    assert returned.count(SIN) == 2 * 2
 
 
 def test_of_a_custom_op(mode):

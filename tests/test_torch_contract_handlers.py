@@ -11,7 +11,7 @@ from handlers import NoOp, Wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from viewtrack import _torch
-from viewtrack._torch.rules import find_rule
+from viewtrack._torch.rules import find_rule, rules_of
 
 HERE = f"torch {torch.__version__}"
 
@@ -199,3 +199,13 @@ def test_cpp_looks_for_a_rule_and_calls_it_with_the_mode_or_the_class_first(monk
         x.neg()
     neg = torch.ops.aten.neg.default
     assert asked == [(neg, NoOp), mode, (neg, Wrapper), Wrapper], HERE
+
+
+def test_an_op_keeps_its_rules_by_class():
+    op = torch.ops.aten.neg.default
+    kept = rules_of(op)
+    assert NoOp not in kept, HERE
+    with torch.library._scoped_library("aten", "FRAGMENT") as library:
+        torch.library.register_torch_dispatch(op, NoOp, print, lib=library)
+        assert kept[NoOp] is print, HERE
+    assert NoOp not in kept, HERE

@@ -26,6 +26,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 #: Whose frames only pass a call on to a handler: `tracked`, and torch's dynamo-disable.
 _PASSING = {
     os.path.join(_HERE, "handler.py"),
+    os.path.join(_HERE, "handler_run.py"),
     os.path.join(_TORCH, "_compile.py"),
     os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
 }

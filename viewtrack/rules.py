@@ -3,8 +3,8 @@
 Torch has them under the name of rules (``torch.library.register_torch_dispatch``). Before it calls
 a handler it looks for a rule, by a function whose code is exchanged while a tracker is active.
 
-* Our own modes have a handler for each op that way. C++ calls it without making a method of it, and
-  it need not look up what the op asks for: a tenth of what the mode costs.
+* Our own modes, and `tracked` ones, have a handler for each op that way. C++ calls it without
+  making a method of it, and it need not look up what the op asks for: a tenth of what a mode costs.
 * A rule of somebody else's may have any name, and who stands in front of a mode's handler
   (`mode_frames.py`, `handler_calls.py`, `full_modes.py`) is not asked before it is called. So a
   function stands for it that asks them, has the name of a handler, and keeps what it was given.
@@ -25,7 +25,7 @@ Rule = Callable[[Any, Any, Any, Any, Any], Any]
 _HANDLER = "__torch_dispatch__"
 
 of_modes: dict[type, dict[Any, Rule]] = {}
-"""The handlers of our own modes, by the class of the mode and the builtin inside the OpOverload.
+"""Handlers of ours, by the class of the mode and the builtin inside the OpOverload.
 
 Modes of exactly that class have them; where there is none, C++ calls ``__torch_dispatch__``.
 """
@@ -75,11 +75,42 @@ def _find(
 ) -> Rule | None:
     # With the globals of torch's module.
     ours = of_modes.get(torch_dispatch_class)
-    if ours is not None:
-        return ours.get(op._op)
+    if ours is not None and (rule := ours.get(op._op)) is not None:
+        return rule
     rule = stock_find(op, torch_dispatch_class)
     return rule if rule is None else standing_for(rule)
 
 
 exchange = CodeExchange((find_rule, _find))
 """Acquired by whoever needs to know of handlers, or has a mode in `of_modes`."""
+
+_lock = threading.Lock()
+_lent: dict[type, int] = {}
+
+
+def lend(mode_class: type, of_ops: dict[Any, Rule]) -> None:
+    """Let modes of exactly a class have handlers of single ops, until that is taken back."""
+    with _lock:
+        _lent[mode_class] = _lent.get(mode_class, 0) + 1
+        of_modes[mode_class] = of_ops
+    exchange.acquire()
+
+
+def take_back(mode_class: type) -> None:
+    """Undo one `lend`."""
+    with _lock:
+        count = _lent.pop(mode_class, 0)
+        if count > 1:
+            _lent[mode_class] = count - 1
+        else:
+            of_modes.pop(mode_class, None)
+    if count:
+        exchange.release()
+
+
+def run_other(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Do what C++ would do if a mode had no handlers of single ops in `of_modes`."""
+    rule = _stock_find(func, type(mode))
+    if rule is not None:
+        return _standing_for(rule)(mode, func, types, args, kwargs)
+    return mode.__torch_dispatch__(func, types, args, kwargs)

@@ -42,6 +42,7 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _user_file: dict[str, bool] = {}
 
 _TRACKED = "tracked_handler"
+_OF_TRACKED = (_OWN + "handler.py", _OWN + "handler_run.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ def _is_tracked(frame: FrameType) -> bool:
     return (
         caller is not None
         and caller.f_code.co_name == _TRACKED
-        and caller.f_code.co_filename == _OWN + "handler.py"
+        and caller.f_code.co_filename in _OF_TRACKED
     )
 
 
