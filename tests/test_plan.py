@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from viewtrack import _torch, handler
+from viewtrack import _torch, handler_run
 from viewtrack.plan import Plan, forget, plan_of, plan_of_schema
 
 aten = torch.ops.aten
@@ -176,9 +176,9 @@ def test_a_plan_is_made_anew_when_it_was_forgotten():
 
 def test_a_tracked_handler_forgets_the_op_too():
     op = aten.sin_.default
-    assert handler._facts_of(op)[2] is plan_of(op)
+    assert handler_run._facts_of(op)[2] is plan_of(op)
     forget(op)
-    assert op._op not in handler._facts
+    assert op._op not in handler_run._facts
 
 
 SCHEMAS = {

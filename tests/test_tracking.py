@@ -228,6 +228,31 @@ def test_a_foreach_op_done_tensor_by_tensor_is_one_write_each():
     assert x.tolist() == y.tolist() == [1, 1]
 
 
+@vt.tracked
+class Tracked(NoOp):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+CONTEXTS = {
+    "none": lambda: vt.track(record="none"),
+    "site": vt.track,
+    "full": lambda: vt.track(views="full"),
+    "tracked": Tracked,
+    "protected": lambda: vt.protect(torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("below", [ExitStack, NoOp])
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("number", [2, 2.5])
+def test_a_number_may_be_written_of_which_cpp_makes_a_tensor(number, context, below):
+    with NoOp():
+        expected = aten.mul_.Tensor(number, torch.tensor(3))
+    with context(), below():
+        assert aten.mul_.Tensor(number, torch.tensor(3)) == expected
+
+
 def test_a_write_to_another_tensor_is_counted_beside():
     x = torch.zeros(2)
     mode = LogsElsewhere()

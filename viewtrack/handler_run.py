@@ -65,7 +65,8 @@ def run_for(func: Any, handler: Handler, depth: int) -> Handler:  # noqa: C901
         if written is not None:
             try:
                 was = (t := args[written])._version
-            except (IndexError, RuntimeError):  # several, or by name; an inference tensor
+            # Several, or by name; an inference tensor; a number.
+            except (IndexError, RuntimeError, AttributeError):
                 t, was = None, _noted(plan, types, args, kwargs)
         set_excluded(ADINPLACEORVIEW, begins_sparse(args) if off is None else off)
         try:

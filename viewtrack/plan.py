@@ -72,6 +72,10 @@ class Argument:
         return _tensors(self.of(args, kwargs))
 
 
+NUMBERS = {bool, int, float, complex}
+"""Types of what may be passed for a tensor: C++ makes one of it, which nobody else has."""
+
+
 def _tensors(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -79,7 +83,7 @@ def _tensors(value: Any) -> list[Any]:
         if any(isinstance(item, (list, tuple)) for item in value):  # Tensor[][], of collectives
             return [t for item in value for t in _tensors(item)]
         return [t for t in value if t is not None]
-    return [value]
+    return [] if type(value) in NUMBERS else [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,8 @@ class Plan:
     def tensors_written(self, args: Any, kwargs: Any) -> list[Any]:
         """The tensors that a call writes."""
         sole = self.sole_write
-        if sole is not None and sole.index < len(args):  # nearly all writes; spare them the rest
+        # Nearly all writes; spare them the rest.
+        if sole is not None and sole.index < len(args) and type(args[sole.index]) not in NUMBERS:
             return [args[sole.index]]
         return [t for a in self.writes for t in a.tensors(args, kwargs)]
 

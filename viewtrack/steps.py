@@ -57,7 +57,7 @@ from .operands import (
     undeclared,
     written,
 )
-from .plan import SHARE_UNDECLARED, Argument, Plan
+from .plan import NUMBERS, SHARE_UNDECLARED, Argument, Plan
 from .recorder import Located, Recorder
 from .site import issued_in_handler, locate, user_frame
 from .the_one import run_plain, run_the_one, run_the_one_by_alias
@@ -153,8 +153,8 @@ def counted_write(mode: Recorder, plan: Plan, op: Any, args: Any, kwargs: Any) -
     if not (mode.level or watching):
         return run(mode, plan, op, args, kwargs)
     sole = plan.sole_write
-    if sole is not None and sole.index < len(args):  # nearly all writes; spare them the lists
-        t = args[sole.index]
+    # Nearly all writes; spare them the lists.
+    if sole is not None and sole.index < len(args) and type(t := args[sole.index]) not in NUMBERS:
         was = version(t)
         out = run(mode, plan, op, args, kwargs)
         mode.record(plan, sole, t, was, located, watching)
