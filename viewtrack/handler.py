@@ -87,7 +87,7 @@ def _track_class(cls: type) -> None:
         _prepare_entering(cls, getattr(wrapped, "rules", {}))
 
 
-def _prepare_entering(cls: Any, of_ops: dict[Any, rules.Rule]) -> None:
+def _prepare_entering(cls: Any, rules_of_ops: dict[Any, rules.Rule]) -> None:
     """While a mode of the class is entered, have C++ call handlers of single ops where it can.
 
     And note the frame that enters it, so that no look for handlers goes past it.
@@ -98,7 +98,7 @@ def _prepare_entering(cls: Any, of_ops: dict[Any, rules.Rule]) -> None:
         entered = enter(self) if enter else super(cls, self).__enter__()
         drop_anchor(sys._getframe(1))
         if type(self) is cls:
-            rules.lend(cls, of_ops)
+            rules.lend(cls, rules_of_ops)
         return entered
 
     def __exit__(self: Any, *error: Any) -> Any:
@@ -144,14 +144,16 @@ def _with_owner(handler: Handler) -> Handler:
 
 
 def _tracked_method(handler: Handler, depth: int = 1) -> Handler:
-    of_ops: dict[Any, Handler] = {}
+    # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
+    runs: dict[Any, Handler] = {}
+    rules_of_ops: dict[Any, rules.Rule] = {}
 
     @functools.wraps(handler)
     def tracked_handler(
         owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         try:
-            run = of_ops[func._op]
+            run = runs[func._op]
         except (KeyError, AttributeError):
             if not is_excluded(ADINPLACEORVIEW):
                 return handler(owner, func, types, args, kwargs)
@@ -160,12 +162,11 @@ def _tracked_method(handler: Handler, depth: int = 1) -> Handler:
             run = run_for(func, handler, depth + 1)
             if isinstance(func, _torch.OpOverload) and func.namespace == "aten":
                 # An op of somebody else's may get an ADInplaceOrView kernel later.
-                of_ops[func._op] = run
-                of_modes[func._op] = _rule_for(func, run, tracked_handler)
+                runs[func._op] = run
+                rules_of_ops[func._op] = _rule_for(func, run, tracked_handler)
         return run(owner, func, types, args, kwargs)
 
-    of_modes: dict[Any, rules.Rule] = {}
-    tracked_handler.rules = of_modes  # type: ignore[attr-defined]
+    tracked_handler.rules = rules_of_ops  # type: ignore[attr-defined]
     return skip_dynamo(tracked_handler)
 
 
