@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from types import MethodType
 from typing import Any
@@ -218,6 +219,14 @@ def test_cpp_calls_what_the_tracked_handler_does_for_the_op():
     assert find_rule(SIN, Tracked) is None
 
 
+def test_what_a_handler_keeps_for_each_op_can_be_pickled():
+    calls_it_sees()
+    kept = [cell.cell_contents for cell in Tracked.__torch_dispatch__.__closure__]
+    kept = [x for x in kept if isinstance(x, dict)]
+    assert all(SIN._op in x for x in kept)
+    assert pickle.loads(pickle.dumps(kept)) == [{}, {}]
+
+
 def test_a_rule_of_a_tracked_class_comes_before_its_handler(library):
     calls_it_sees()
     seen.clear()
@@ -253,6 +262,31 @@ def test_a_handler_exchanged_while_the_tracked_mode_is_active(monkeypatch):
     assert (instead, seen.count(SIN)) == ([SIN, SIN], 2)
 
 
+def test_a_handler_that_is_no_function_while_the_tracked_mode_is_active():
+    class Instead:
+        def __init__(self, mode):
+            self.__self__ = mode
+
+        def __call__(self, func, types, args=(), kwargs=None):
+            return args[0]
+
+    calls_it_sees()
+    x = torch.ones(1)
+    with Tracked() as mode:
+        mode.__torch_dispatch__ = Instead(mode)
+        assert x.sin() is x
+
+
+def test_a_tracked_mode_that_is_given_another_class():
+    code = find_rule.__code__
+    for cls, other in ((Tracked, Derived), (Derived, Tracked)):
+        with Tracked(), cls() as mode:
+            mode.__class__ = other
+            torch.ones(1).sin()
+        assert find_rule.__code__ is code
+        assert Tracked not in rules.of_modes
+
+
 @pytest.mark.parametrize("views", ["version", "full"])
 def test_who_stands_in_front_of_a_tracked_handler_is_asked(views):
     returned = []
@@ -272,6 +306,65 @@ def test_of_a_custom_op(mode):
         assert moves([mode.t], lambda: custom(torch.ones(2))) == [1]
 
 
+@pytest.mark.parametrize("views", ["version", "full"])
+@pytest.mark.parametrize("when", ["before", "while active"])
+def test_a_rule_comes_before_a_handler_of_the_instance(mode, views, when):
+    def of_the_instance(self, func, types, args=(), kwargs=None):
+        torch.ones(1).sin()
+        return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    other = type(mode)()
+    other.t = torch.zeros(2)
+    instance = MethodType(of_the_instance, mode)
+    if when == "before":
+        mode.__torch_dispatch__ = instance
+    with vt.track(views=views), other, mode:
+        if when == "while active":
+            mode.__torch_dispatch__ = instance
+        assert moves([mode.t, other.t], lambda: x.sin()) == [1, 1]
+
+
+def test_a_rule_that_is_false_is_called(library):
+    class Rule:
+        def __len__(self):
+            return 0
+
+        def __call__(self, mode, func, types, args, kwargs):
+            return args[0]
+
+    cls = other_name()
+    x = torch.ones(2)
+    torch.library.register_torch_dispatch(aten.sin.default, cls, Rule(), lib=library)
+    with vt.track(), cls():
+        assert x.sin() is x
+    with HandlerCalls(lambda *_: None, print).watch(), cls():
+        assert x.sin() is x
+
+
+def test_a_rule_of_a_subclass_that_declines_is_asked_again_as_torch_does(library):
+    given = []
+
+    class One(Wrapper):
+        pass
+
+    class Other(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return cls(func(*[t.inner for t in args]))
+
+    def declines(cls, func, types, args, kwargs):
+        given.append(func)
+        return NotImplemented
+
+    mul = aten.mul.Tensor
+    torch.library.register_torch_dispatch(mul, One, declines, lib=library)
+    for context in (contextlib.nullcontext, vt.track):
+        with context():
+            assert type(One(torch.ones(2)) * Other(torch.ones(2))) is Other
+    assert given == [mul] * 2
+
+
 def test_an_error_of_a_rule_reaches_the_caller_and_leaves_nothing(mode, library):
     def refuses(owner, func, types, args, kwargs):
         raise ZeroDivisionError
@@ -280,7 +373,7 @@ def test_an_error_of_a_rule_reaches_the_caller_and_leaves_nothing(mode, library)
     with vt.track(), mode:
         with pytest.raises(ZeroDivisionError):
             torch.ones(1).tan()
-        assert rules.take_rule() is None
+        assert rules.behind(mode, None) is None
         assert moves([mode.t], lambda: torch.ones(1).sin()) == [1]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._torch.dynamo import skip_dynamo
 from .full import FullViews
 from .full_marks import Call
 from .plan import plan_of
-from .rules import take_rule
+from .rules import behind
 from .tracking import TrackingMode
 
 _HANDLER = "__torch_dispatch__"
@@ -66,6 +67,7 @@ class _Bottom:
     def __init__(self, views: FullViews) -> None:
         self.views = views
 
+    @skip_dynamo
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run, views = type(mode).__torch_dispatch__, self.views
         views.next_op(func)
@@ -99,8 +101,7 @@ class _Bracket:
 
     def __call__(self, mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views = _here.views
-        rule = None if self.displaced else take_rule()
-        handler = self.handler if rule is None else MethodType(rule, mode)
+        handler = behind(mode, self.displaced) or self.handler
         if views is None:
             return handler(func, types, args, kwargs)
         with views.handler(func):

@@ -84,20 +84,23 @@ def _track_class(cls: type) -> None:
         wrapped = _tracked(_undisabled(handler), takes_owner=True)
     setattr(cls, _NAME, wrapped)
     if issubclass(cls, _torch.TorchDispatchMode):
-        _prepare_entering(cls, getattr(wrapped, "rules", {}))
+        _prepare_entering(cls, wrapped)
 
 
-def _prepare_entering(cls: Any, rules_of_ops: dict[Any, rules.Rule]) -> None:
+def _prepare_entering(cls: Any, handler: Any) -> None:
     """While a mode of the class is entered, have C++ call handlers of single ops where it can.
 
     And note the frame that enters it, so that no look for handlers goes past it.
     """
+    rules_of_ops: Any = getattr(handler, "rules", rules.OfOps())  # a classmethod has none
+    entered_with: dict[int, int] = {}  # how often, by id of a mode: it may be given another class
     enter, leave = cls.__dict__.get("__enter__"), cls.__dict__.get("__exit__")
 
     def __enter__(self: Any) -> Any:
         entered = enter(self) if enter else super(cls, self).__enter__()
         drop_anchor(sys._getframe(1))
         if type(self) is cls:
+            entered_with[id(self)] = entered_with.get(id(self), 0) + 1
             rules.lend(cls, rules_of_ops)
         return entered
 
@@ -106,8 +109,11 @@ def _prepare_entering(cls: Any, rules_of_ops: dict[Any, rules.Rule]) -> None:
         try:
             return leave(self, *error) if leave else super(cls, self).__exit__(*error)
         finally:
-            if type(self) is cls:
+            count = entered_with.pop(id(self), 0)
+            if count:
                 rules.take_back(cls)
+            if count > 1:
+                entered_with[id(self)] = count - 1
 
     cls.__enter__ = functools.wraps(cls.__enter__)(__enter__)
     cls.__exit__ = functools.wraps(cls.__exit__)(__exit__)
@@ -144,9 +150,7 @@ def _with_owner(handler: Handler) -> Handler:
 
 
 def _tracked_method(handler: Handler, depth: int = 1) -> Handler:
-    # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-    runs: dict[Any, Handler] = {}
-    rules_of_ops: dict[Any, rules.Rule] = {}
+    runs, rules_of_ops = rules.OfOps(), rules.OfOps()
 
     @functools.wraps(handler)
     def tracked_handler(
@@ -177,7 +181,8 @@ def _rule_for(func: Any, run: Handler, tracked_handler: Handler) -> rules.Rule:
     @skip_dynamo
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # Somebody may stand in front of the handler, or have exchanged it.
-        if others or mode.__torch_dispatch__.__func__ is not tracked_handler:
+        own = getattr(mode.__torch_dispatch__, "__func__", None) is tracked_handler
+        if others or not own:
             return rules.run_other(mode, func, types, args, kwargs)
         return run(mode, func, types, args, kwargs)
 

@@ -20,8 +20,8 @@ import torch
 
 from . import _torch
 from ._torch.dynamo import skip_dynamo
+from .rules import behind
 from .rules import exchange as exchange_of_rules
-from .rules import take_rule
 from .site import Place
 
 _HANDLER = "__torch_dispatch__"
@@ -93,8 +93,8 @@ class HandlerCalls(threading.local):
         outer = self.innermost
         call = self.innermost = HandlerCall(mode, func, args, kwargs, outer)
         try:
-            run = take_rule() or type(mode).__torch_dispatch__
-            out = run(mode, func, types, args, kwargs)
+            method = behind(mode, None) or MethodType(type(mode).__torch_dispatch__, mode)
+            out = method(func, types, args, kwargs)
         except Exception as error:
             self._raised(call, error)
             raise

@@ -104,6 +104,9 @@ caches.append(_facts)
 def _facts_of(func: Any) -> _Facts:
     if not isinstance(func, _torch.OpOverload):  # a higher-order operator
         return None, False, None, False
+    known = _facts.get(func._op)
+    if known is not None:
+        return known
     plan = plan_of(func)
     written = None
     if plan.writes and _has_kernel_above(plan):

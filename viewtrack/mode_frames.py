@@ -27,7 +27,7 @@ from . import _torch
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
 from .code_exchange import CodeExchange, copy_of
-from .rules import take_rule
+from .rules import behind
 
 _HANDLER = "__torch_dispatch__"
 
@@ -89,10 +89,10 @@ def _take(mode: Any, frame: Any) -> None:
 
 def _frame_before(displaced: Any) -> Any:
     def __torch_dispatch__(mode: Any, *given: Any, **named: Any) -> Any:
-        if displaced is not None:
-            return displaced(*given, **named)
-        run = take_rule() or type(mode).__torch_dispatch__
-        return run(mode, *given, **named)
+        method = behind(mode, displaced)
+        if method is not None:
+            return method(*given, **named)
+        return type(mode).__torch_dispatch__(mode, *given, **named)
 
     frame: Any = __torch_dispatch__
     frame.displaced, frame.depth = displaced, 1

@@ -7,12 +7,11 @@ from typing import Any
 from ._torch.dynamo import skip_dynamo
 from .operands import only_plain, with_tensors_for_numbers
 from .plan import caches
-from .rules import Rule
+from .rules import OfOps, Rule
 from .step_choice import ALWAYS, NEVER, OF_HANDLERS, way_of
 from .watch import watched
 
-# Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-handlers: dict[Any, Rule] = {}
+handlers = OfOps()
 """The handlers that were made."""
 
 caches.append(handlers)

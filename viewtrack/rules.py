@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from ._torch.dynamo import skip_dynamo
@@ -24,8 +25,19 @@ Rule = Callable[[Any, Any, Any, Any, Any], Any]
 
 _HANDLER = "__torch_dispatch__"
 
-of_modes: dict[type, dict[Any, Rule]] = {}
-"""Handlers of ours, by the class of the mode and the builtin inside the OpOverload.
+
+class OfOps(dict[Any, Rule]):
+    """Functions by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
+
+    They can be made anew, and are: a builtin cannot be pickled, but a handler that keeps these can.
+    """
+
+    def __reduce__(self) -> Any:
+        return OfOps, ()
+
+
+of_modes: dict[type, OfOps] = {}
+"""Handlers of ours, by the class of the mode.
 
 Modes of exactly that class have them; where there is none, C++ calls ``__torch_dispatch__``.
 """
@@ -42,23 +54,44 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def take_rule() -> Rule | None:
-    """The rule to call, once: what the rule itself passes on to the handler is for the handler."""
+def behind(mode: Any, displaced: Any) -> Any:
+    """What is to be called by whoever stands in front of a mode's handler.
+
+    Args:
+        mode: the mode.
+        displaced: the attribute of the mode that was there before, or None.
+
+    Returns:
+        A bound method: of the next one who stands there, of the rule that C++ would call, or
+        `displaced`. None is for the handler of the class.
+    """
+    if _stands_in_front(displaced):
+        return displaced
+    # Once: what the rule itself passes on to the handler is for the handler.
     rule, _here.rule = _here.rule, None
-    return rule
+    return displaced if rule is None else MethodType(rule, mode)
 
 
-def _standing_for(rule: Rule) -> Rule:
+def _stands_in_front(method: Any) -> bool:
+    return hasattr(getattr(method, "__func__", None), "displaced")
+
+
+_ABSENT = object()
+
+
+def _standing_for(rule: Rule) -> Any:
     @skip_dynamo
     def __torch_dispatch__(
-        owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        owner: Any, func: Any, types: Any, args: Any, kwargs: Any = _ABSENT
     ) -> Any:
+        if kwargs is _ABSENT:  # C++ asks a subclass's rule that declines again, without the class
+            return rule(owner, func, types, args)  # type: ignore[call-arg]
         front = None if isinstance(owner, type) else vars(owner).get(_HANDLER)
-        if front is None:
+        if not _stands_in_front(front):
             return rule(owner, func, types, args, kwargs)
         outer, _here.rule = _here.rule, rule
         try:
-            return front(func, types, args, kwargs)
+            return front(func, types, args, kwargs)  # type: ignore[misc]
         finally:
             _here.rule = outer
 
@@ -69,7 +102,7 @@ def _standing_for(rule: Rule) -> Rule:
 def _find(
     op: Any,
     torch_dispatch_class: type,
-    of_modes: dict[type, dict[Any, Rule]] = of_modes,
+    of_modes: dict[type, OfOps] = of_modes,
     stock_find: Callable[[Any, type], Rule | None] = _stock_find,
     standing_for: Callable[[Rule], Rule] = _standing_for,
 ) -> Rule | None:
@@ -88,7 +121,7 @@ _lock = threading.Lock()
 _lent: dict[type, int] = {}
 
 
-def lend(mode_class: type, of_ops: dict[Any, Rule]) -> None:
+def lend(mode_class: type, of_ops: OfOps) -> None:
     """Let modes of exactly a class have handlers of single ops, until that is taken back."""
     with _lock:
         _lent[mode_class] = _lent.get(mode_class, 0) + 1
