@@ -93,15 +93,13 @@ def _prepare_entering(cls: Any, handler: Any) -> None:
     And note the frame that enters it, so that no look for handlers goes past it.
     """
     rules_of_ops: Any = getattr(handler, "rules", rules.OfOps())  # a classmethod has none
-    entered_with: dict[int, int] = {}  # how often, by id of a mode: it may be given another class
     enter, leave = cls.__dict__.get("__enter__"), cls.__dict__.get("__exit__")
 
     def __enter__(self: Any) -> Any:
         entered = enter(self) if enter else super(cls, self).__enter__()
         drop_anchor(sys._getframe(1))
         if type(self) is cls:
-            entered_with[id(self)] = entered_with.get(id(self), 0) + 1
-            rules.lend(cls, rules_of_ops)
+            rules.lend(self, rules_of_ops)
         return entered
 
     def __exit__(self: Any, *error: Any) -> Any:
@@ -109,11 +107,7 @@ def _prepare_entering(cls: Any, handler: Any) -> None:
         try:
             return leave(self, *error) if leave else super(cls, self).__exit__(*error)
         finally:
-            count = entered_with.pop(id(self), 0)
-            if count:
-                rules.take_back(cls)
-            if count > 1:
-                entered_with[id(self)] = count - 1
+            rules.take_back(self, cls)  # it may have been given another class since
 
     cls.__enter__ = functools.wraps(cls.__enter__)(__enter__)
     cls.__exit__ = functools.wraps(cls.__exit__)(__exit__)

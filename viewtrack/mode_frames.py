@@ -27,7 +27,7 @@ from . import _torch
 from ._torch.dynamo import skip_dynamo
 from .anchors import handler_names
 from .code_exchange import CodeExchange, copy_of
-from .rules import behind
+from .rules import behind, stands_in_front
 
 _HANDLER = "__torch_dispatch__"
 
@@ -107,9 +107,9 @@ def _handler_of(mode: Any) -> tuple[Any, Any]:
     """The function that was put in front of a mode's handler, if any, and the handler."""
     method: Any = vars(mode).get(_HANDLER)
     while method is not None:
-        function = _function_of(method)
-        if not hasattr(function, "displaced"):  # neither ours nor of those who do the like
+        if not stands_in_front(method):  # neither ours nor of those who do the like
             return None, method
+        function = _function_of(method)
         if getattr(function, "__code__", None) is CODE:
             return function, None
         method = function.displaced

@@ -65,14 +65,15 @@ def behind(mode: Any, displaced: Any) -> Any:
         A bound method: of the next one who stands there, of the rule that C++ would call, or
         `displaced`. None is for the handler of the class.
     """
-    if _stands_in_front(displaced):
+    if stands_in_front(displaced):
         return displaced
     # Once: what the rule itself passes on to the handler is for the handler.
     rule, _here.rule = _here.rule, None
     return displaced if rule is None else MethodType(rule, mode)
 
 
-def _stands_in_front(method: Any) -> bool:
+def stands_in_front(method: Any) -> bool:
+    """Whether somebody who stands in front of a mode's handler put this attribute there."""
     return hasattr(getattr(method, "__func__", None), "displaced")
 
 
@@ -87,7 +88,7 @@ def _standing_for(rule: Rule) -> Any:
         if kwargs is _ABSENT:  # C++ asks a subclass's rule that declines again, without the class
             return rule(owner, func, types, args)  # type: ignore[call-arg]
         front = None if isinstance(owner, type) else vars(owner).get(_HANDLER)
-        if not _stands_in_front(front):
+        if not stands_in_front(front):
             return rule(owner, func, types, args, kwargs)
         outer, _here.rule = _here.rule, rule
         try:
@@ -118,27 +119,28 @@ exchange = CodeExchange((find_rule, _find))
 """Acquired by whoever needs to know of handlers, or has a mode in `of_modes`."""
 
 _lock = threading.Lock()
-_lent: dict[type, int] = {}
+_lent: list[tuple[int, type]] = []  # the id of each mode, and the class that it had then
 
 
-def lend(mode_class: type, of_ops: OfOps) -> None:
-    """Let modes of exactly a class have handlers of single ops, until that is taken back."""
+def lend(mode: Any, of_ops: OfOps) -> None:
+    """Let modes of exactly the class of one have handlers of single ops, until it is taken back."""
+    mode_class = type(mode)
     with _lock:
-        _lent[mode_class] = _lent.get(mode_class, 0) + 1
+        _lent.append((id(mode), mode_class))
         of_modes[mode_class] = of_ops
     exchange.acquire()
 
 
-def take_back(mode_class: type) -> None:
-    """Undo one `lend`."""
+def take_back(mode: Any, mode_class: type) -> None:
+    """Undo one `lend` for a mode that had that class, if there was one."""
+    lent = id(mode), mode_class
     with _lock:
-        count = _lent.pop(mode_class, 0)
-        if count > 1:
-            _lent[mode_class] = count - 1
-        else:
-            of_modes.pop(mode_class, None)
-    if count:
-        exchange.release()
+        if lent not in _lent:
+            return
+        _lent.remove(lent)
+        if all(cls is not mode_class for _, cls in _lent):
+            del of_modes[mode_class]
+    exchange.release()
 
 
 def run_other(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
