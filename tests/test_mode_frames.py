@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from handlers import NoOp, moves
+from lines import line_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
@@ -180,11 +181,6 @@ def test_below_and_above_other_modes(kind, outer):
         assert moves([mode.t, above.t], lambda: torch.ones(1).sin()) == [1, int(outer is not None)]
 
 
-def line_of(mark: str) -> int:
-    with open(__file__) as source:
-        return next(n for n, line in enumerate(source, 1) if line.rstrip().endswith(f"# {mark}"))
-
-
 @each_kind
 def test_writes_are_put_down_to_their_lines(kind):
     x = torch.ones(2)
@@ -193,7 +189,7 @@ def test_writes_are_put_down_to_their_lines(kind):
         x.add_(1)  # PASSED ON
     (theirs,), (passed_on,) = ledger.writes(mode.t), ledger.writes(x)
     assert (theirs.function, theirs.site.in_handler) == ("serve", True)
-    assert (passed_on.lineno, passed_on.site.in_handler) == (line_of("PASSED ON"), False)
+    assert (passed_on.lineno, passed_on.site.in_handler) == (line_of(__file__, "PASSED ON"), False)
 
 
 def test_an_inherited_handler_of_another_name():

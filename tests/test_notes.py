@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from handlers import NoOp
+from lines import line_of
 
 import viewtrack as vt
 
@@ -25,11 +26,6 @@ class Flip(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.transpose(0, 1)
-
-
-def line_of(mark: str) -> int:
-    with open(__file__) as source:
-        return next(n for n, line in enumerate(source, 1) if line.rstrip().endswith(f"# {mark}"))
 
 
 def edits_the_base_of_a_function_view() -> None:
@@ -59,7 +55,10 @@ def test_the_error_names_the_line_that_wrote(program, mark, op) -> None:
         program()
     assert str(tracked.value) == str(stock.value)
     text = "".join(traceback.format_exception(tracked.value))
-    assert f"{op} at {__file__}:{line_of(mark)} in {program.__name__}, version 0 -> 1" in text
+    assert (
+        f"{op} at {__file__}:{line_of(__file__, mark)} in {program.__name__}, version 0 -> 1"
+        in text
+    )
 
 
 def test_other_errors_are_left_alone() -> None:
@@ -129,11 +128,13 @@ def test_a_refused_piece_is_told_with_the_line_that_made_it(program, name, made,
     head, *lines, last, mend = tracked.value.__notes__
     assert name in head
     wanted = [
-        f"  made      {op} at {__file__}:{line_of(mark)} in {program.__name__}:"
+        f"  made      {op} at {__file__}:{line_of(__file__, mark)} in {program.__name__}:"
         for op, mark in (text.split(maxsplit=1) for text in made)
     ]
     assert [line.partition(":  ")[0] + ":" for line in lines] == wanted
-    assert f"  written   at {__file__}:{line_of(written)} in {program.__name__}:  " in last
+    assert (
+        f"  written   at {__file__}:{line_of(__file__, written)} in {program.__name__}:  " in last
+    )
     assert "`select`" in mend
 
 
@@ -151,7 +152,7 @@ def test_the_line_that_made_it_is_beyond_modes(lower) -> None:
     with pytest.raises(RuntimeError) as error, vt.track(), lower(), NoOp():
         normalizes_rows()
     (made,) = [line for line in error.value.__notes__ if "made  " in line]
-    assert f"{__file__}:{line_of('ROWS')} in normalizes_rows:" in made
+    assert f"{__file__}:{line_of(__file__, 'ROWS')} in normalizes_rows:" in made
 
 
 def test_nothing_is_noted_of_views_without_a_record() -> None:
@@ -192,7 +193,7 @@ def test_a_refused_view_is_told_with_its_mend(program, mark, mend) -> None:
         program()
     head, written, last = tracked.value.__notes__
     assert "`v` cannot be written" in head
-    assert f"{__file__}:{line_of(mark)} in {program.__name__}:  v.mul_(2)" in written
+    assert f"{__file__}:{line_of(__file__, mark)} in {program.__name__}:  v.mul_(2)" in written
     assert mend in last
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from handlers import NoOp, Wrapper, moves
+from lines import line_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import viewtrack as vt
@@ -152,11 +153,6 @@ def test_a_rule_of_a_subclass(library):
         assert moves([outside, x, x.inner], lambda: x.mul_(2)) == [1, 1, 1]
 
 
-def line_of(mark: str) -> int:
-    with open(__file__) as source:
-        return next(n for n, line in enumerate(source, 1) if line.rstrip().endswith(f"# {mark}"))
-
-
 def test_writes_are_put_down_to_their_lines(mode):
     x = torch.ones(2)
     with vt.track(), mode:
@@ -164,7 +160,7 @@ def test_writes_are_put_down_to_their_lines(mode):
         x.mul_(2)  # PASSED ON
     (theirs,), (passed_on,) = ledger.writes(mode.t), ledger.writes(x)
     assert (theirs.function, theirs.site.in_handler) == ("writes_and_views", True)
-    assert (passed_on.lineno, passed_on.site.in_handler) == (line_of("PASSED ON"), False)
+    assert (passed_on.lineno, passed_on.site.in_handler) == (line_of(__file__, "PASSED ON"), False)
 
 
 def test_who_watches_handlers_sees_it_run(mode):

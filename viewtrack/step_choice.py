@@ -24,24 +24,24 @@ _NEEDS: dict[Any, int] = {
     steps.write_counted_first: OF_WRITES,
 }
 
+#: An op's step, None if it goes straight through, its plan, and when it needs the step.
 Way = tuple[Any, Plan, int]
 
 # Keyed by the builtin inside an OpOverload: hashing the OpOverload itself runs Python.
-ways: dict[Any, Way] = {}
-"""An op's step, None if it goes straight through, its plan, and when it needs the step."""
+_ways: dict[Any, Way] = {}
 
 #: The step of an op whose step resolves conj and neg bits, for when its arguments are real.
 on_real: dict[Any, Step | None] = {}
-caches.extend((ways, on_real))
+caches.extend((_ways, on_real))
 
 
 def way_of(func: Any) -> Way:
-    """What `ways` has of an OpOverload."""
+    """The way of an OpOverload, chosen once."""
     try:
-        return ways[func._op]
+        return _ways[func._op]
     except KeyError:
         step, plan = _choose(func)
-        way = ways[func._op] = step, plan, _NEEDS.get(step, ALWAYS)
+        way = _ways[func._op] = step, plan, _NEEDS.get(step, ALWAYS)
         return way
 
 
